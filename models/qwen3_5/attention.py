@@ -1,0 +1,93 @@
+"""Gated softmax attention with partial rotary embedding, every fourth layer.
+
+q, gate = heads(x W_q);  k, v = heads(x W_k), heads(x W_v)
+q, k = rope(rms(q)), rope(rms(k))
+y = (softmax(q k^T D^-0.5) v * sigmoid(gate)) W_o
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from models.qwen3_5 import config as config_lib
+from models.qwen3_5 import layers
+from treewy_jax import attention
+
+
+class GatedAttention(nnx.Module):
+    """One attention mixer with the three ways of running it: prefill, decode, verify."""
+
+    def __init__(self, config: config_lib.Qwen3_5Config, *, dtype, rngs):
+        size, dim = config.hidden_size, config.head_dim
+        heads, kv = config.num_attention_heads, config.num_key_value_heads
+        options = dict(dtype=dtype, rngs=rngs)
+        self.q_proj = layers.linear(size, heads * 2 * dim, **options)
+        self.k_proj = layers.linear(size, kv * dim, **options)
+        self.v_proj = layers.linear(size, kv * dim, **options)
+        self.o_proj = layers.linear(heads * dim, size, **options)
+        self.q_norm = layers.RMSNorm(dim, eps=config.rms_norm_eps, dtype=dtype)
+        self.k_norm = layers.RMSNorm(dim, eps=config.rms_norm_eps, dtype=dtype)
+        self.config = config
+
+    def prefill(
+        self, x: Float[Array, "B T H"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T H"], tuple[Array, Array]]:
+        """Attend causally; returns the mixed rows and the keys and values of all rows."""
+        q, gate, k, v = self.project(x, positions)
+        return self.output(attention.causal(q, k, v), gate), (k, v)
+
+    def verify(
+        self,
+        x: Float[Array, "B n H"],
+        positions: Int[Array, "B n"],
+        prefix: tuple[Array, Array],
+        length: Int[Array, " B"],
+        mask: Bool[Array, "B n m"],
+        earlier: tuple[Array, Array] | None = None,
+    ) -> tuple[Float[Array, "B n H"], tuple[Array, Array]]:
+        """Attend each node to the prefix and, by `mask`, to its ancestors-or-self.
+
+        `earlier` are keys and values of nodes run before (drafting goes level by level);
+        they come first among the m columns of `mask`. Returns the mixed rows and the keys
+        and values of all m nodes, which commit will move.
+        """
+        q, gate, *rows = self.project(x, positions)
+        if earlier is not None:
+            both = zip(earlier, rows, strict=True)
+            rows = [jnp.concatenate(pair, axis=1) for pair in both]
+        mixed = attention.over_tree(q, prefix, tuple(rows), length, mask)
+        return self.output(mixed, gate), tuple(rows)
+
+    def decode(
+        self, x: Float[Array, "B H"], prefix: tuple[Array, Array], length: Array
+    ) -> tuple[Float[Array, "B H"], tuple[Array, Array]]:
+        """Attend one token at position `length`; returns its row and the grown prefix."""
+        alone = jnp.ones((x.shape[0], 1, 1), bool)
+        y, rows = self.verify(x[:, None], length[:, None], prefix, length, alone)
+        one = jnp.ones_like(length)
+        grown = tuple(
+            attention.append(cache, row, one, length)
+            for cache, row in zip(prefix, rows, strict=True)
+        )
+        return y[:, 0], grown
+
+    def project(
+        self, x: Float[Array, "B T H"], positions: Int[Array, "B T"]
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return rotated q, its gate, rotated k, and v, all by head."""
+        dim, kv = self.config.head_dim, self.config.num_key_value_heads
+        rows = x.shape[:2]
+        q_and_gate = self.q_proj(x).reshape(*rows, -1, 2 * dim)
+        q, gate = jnp.split(q_and_gate, 2, axis=-1)
+        k = self.k_norm(self.k_proj(x).reshape(*rows, kv, dim))
+        table = layers.rotary_table(positions, self.config)
+        q, k = layers.rotate(self.q_norm(q), table), layers.rotate(k, table)
+        return q, gate, k, self.v_proj(x).reshape(*rows, kv, dim)
+
+    def output(
+        self, mixed: Float[Array, "B T heads D"], gate: Float[Array, "B T heads D"]
+    ) -> Float[Array, "B T H"]:
+        """Gate the attended values and project them back."""
+        gated = mixed * jax.nn.sigmoid(gate)
+        return self.o_proj(gated.reshape(*gated.shape[:2], -1))

@@ -1,0 +1,191 @@
+"""The Gated DeltaNet mixer: projections, conv, gates, and the recurrence between.
+
+For token t with input x (qwen35.md 1.1 of the design; Yang et al., arXiv 2412.06464):
+
+    q, k, v = heads(silu(conv(x W_qkv)));  q, k l2-normalised, q scaled by Dk^-0.5
+    beta = sigmoid(x W_b);  log_decay = -exp(A_log) softplus(x W_a + dt_bias)
+    output = (norm_weight * rms(o)) * silu(x W_z), projected back
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from models.qwen3_5 import config as config_lib
+from models.qwen3_5 import layers
+from pallas_kernels.chunk_prefill import reference as chunk_prefill
+from treewy_jax import commit, conv, recurrence
+from treewy_jax import tree as tree_lib
+
+L2_EPS = 1e-6
+
+
+class ConvWeight(nnx.Module):
+    """Depthwise taps [C, W]; tap W-1 meets the newest token."""
+
+    def __init__(self, channels: int, width: int, *, dtype, rngs):
+        scale = width**-0.5
+        taps = jax.random.uniform(
+            rngs.params(), (channels, width), minval=-scale, maxval=scale
+        )
+        self.weight = nnx.Param(taps.astype(dtype))
+
+
+class GatedNorm(nnx.Module):
+    """`weight * rms(o) * silu(z)` per head: norm first, then gate, plain weight."""
+
+    def __init__(self, size: int, *, eps: float):
+        self.weight = nnx.Param(jnp.ones(size, jnp.float32))
+        self.eps = eps
+
+    def __call__(
+        self, o: Float[Array, "B T Hv Dv"], z: Float[Array, "B T Hv Dv"]
+    ) -> Float[Array, "B T Hv Dv"]:
+        normed = layers.rms_normalize(o, self.eps) * self.weight[...]
+        return (normed * jax.nn.silu(z.astype(normed.dtype))).astype(z.dtype)
+
+
+class GatedDeltaNet(nnx.Module):
+    """One GDN mixer with the three ways of running it: prefill, decode, verify."""
+
+    def __init__(self, config: config_lib.Qwen3_5Config, *, dtype, rngs):
+        size, heads = config.hidden_size, config.linear_num_value_heads
+        options = dict(dtype=dtype, rngs=rngs)
+        self.in_proj_qkv = layers.linear(size, config.conv_dim, **options)
+        self.in_proj_z = layers.linear(size, config.value_dim, **options)
+        self.in_proj_b = layers.linear(size, heads, **options)
+        self.in_proj_a = layers.linear(size, heads, **options)
+        self.out_proj = layers.linear(config.value_dim, size, **options)
+        self.conv1d = ConvWeight(
+            config.conv_dim, config.linear_conv_kernel_dim, **options
+        )
+        self.A_log = nnx.Param(_initial_log_rate(rngs, heads))
+        self.dt_bias = nnx.Param(_initial_dt_bias(rngs, heads))
+        self.norm = GatedNorm(config.linear_value_head_dim, eps=config.rms_norm_eps)
+        self.config = config
+
+    def prefill(
+        self, x: Float[Array, "B T H"], lengths: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B T H"], tuple[Array, Array]]:
+        """Run whole prompts from an empty state.
+
+        Rows at or beyond `lengths` leave the state alone: their beta and log decay
+        are zeroed, since a zero key alone would still let the state decay.
+
+        Returns the mixed rows and (conv window [B, W-1, C], state [B, Hv, Dv, Dk]).
+        """
+        rows = self.in_proj_qkv(x)
+        window = conv.empty_window(rows, self.conv1d.weight.shape[-1])
+        q, k, v = self._heads(conv.causal(rows, window, self.conv1d.weight[...]))
+        valid = jnp.arange(x.shape[1])[None] < lengths[:, None]
+        log_decay, beta = self._gates(x, valid)
+        state = jnp.zeros(self._state_shape(x.shape[0]), log_decay.dtype)
+        output, state = chunk_prefill.chunk_prefill(q, k, v, log_decay, beta, state)
+        window = conv.window_at(rows, window, lengths)
+        return self._output(output, x), (window, state)
+
+    def decode(
+        self,
+        x: Float[Array, "B H"],
+        window: Float[Array, "B W1 C"],
+        state: Float[Array, "B Hv Dv Dk"],
+    ) -> tuple[Float[Array, "B H"], tuple[Array, Array]]:
+        """Run one token by the recurrence; returns its row, the new window and state."""
+        x = x[:, None]
+        rows = self.in_proj_qkv(x)
+        q, k, v = self._heads(conv.causal(rows, window, self.conv1d.weight[...]))
+        log_decay, beta = self._gates(x)
+        output, state = recurrence.sequence(q, k, v, log_decay, beta, state)
+        one = jnp.ones(x.shape[0], jnp.int32)
+        return self._output(output, x)[:, 0], (
+            conv.window_at(rows, window, one),
+            state,
+        )
+
+    def verify(
+        self,
+        x: Float[Array, "B n H"],
+        window: Float[Array, "B W1 C"],
+        state,
+        tree: tree_lib.DraftTree,
+        windows: Int[Array, "B n W"],
+        lifecycle: commit.Lifecycle,
+    ) -> tuple[Float[Array, "B n H"], tuple]:
+        """Run every node of `tree` below the committed state, which is only read.
+
+        `windows` are the row numbers from `conv.tree_windows`. Returns the mixed rows
+        and the records to commit from: (raw conv rows [B, n, C], lifecycle records).
+        """
+        rows = self.in_proj_qkv(x)
+        mixed = conv.tree(rows, window, self.conv1d.weight[...], windows)
+        q, k, v = self._heads(mixed)
+        log_decay, beta = self._gates(x)
+        inputs = commit.Inputs(q, k, v, log_decay, beta)
+        output, records = lifecycle.verify(state, inputs, tree)
+        return self._output(output, x), (rows, records)
+
+    def _heads(self, mixed: Float[Array, "B T C"]) -> tuple[Array, Array, Array]:
+        """Split conv outputs into q, k (normalised, q scaled) and v, after silu."""
+        cfg = self.config
+        mixed = jax.nn.silu(mixed)
+        q, k, v = jnp.split(mixed, [cfg.key_dim, 2 * cfg.key_dim], axis=-1)
+        keys = (*mixed.shape[:2], cfg.linear_num_key_heads, cfg.linear_key_head_dim)
+        values = (
+            *mixed.shape[:2],
+            cfg.linear_num_value_heads,
+            cfg.linear_value_head_dim,
+        )
+        dtype = self.in_proj_qkv.kernel.dtype
+        q = l2_normalize(q.reshape(keys)) * cfg.linear_key_head_dim**-0.5
+        k = l2_normalize(k.reshape(keys))
+        return q.astype(dtype), k.astype(dtype), v.reshape(values).astype(dtype)
+
+    def _gates(
+        self, x: Float[Array, "B T H"], valid: Bool[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T Hv"], Float[Array, "B T Hv"]]:
+        """Return log_decay <= 0 and beta in (0, 1), float32; both 0 where not valid."""
+        a = self.in_proj_a(x).astype(jnp.float32)
+        rate = jnp.exp(self.A_log[...].astype(jnp.float32))
+        log_decay = -rate * jax.nn.softplus(a + self.dt_bias[...].astype(jnp.float32))
+        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
+        if valid is None:
+            return log_decay, beta
+        keep = valid[..., None]
+        return jnp.where(keep, log_decay, 0.0), jnp.where(keep, beta, 0.0)
+
+    def _output(
+        self, output: Float[Array, "B T Hv Dv"], x: Float[Array, "B T H"]
+    ) -> Float[Array, "B T H"]:
+        z = self.in_proj_z(x).reshape(output.shape)
+        gated = self.norm(output, z)
+        return self.out_proj(gated.reshape(*gated.shape[:2], -1))
+
+    def _state_shape(self, batch: int) -> tuple[int, int, int, int]:
+        cfg = self.config
+        return (
+            batch,
+            cfg.linear_num_value_heads,
+            cfg.linear_value_head_dim,
+            cfg.linear_key_head_dim,
+        )
+
+
+def l2_normalize(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """Divide by `sqrt(sum x^2 + 1e-6)`: the epsilon is on the sum, not the mean."""
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
+
+
+def _initial_log_rate(rngs, heads: int) -> Float[Array, " heads"]:
+    """Decay rates spread over (0.05, 16), so heads start with memories long and short."""
+    return jnp.log(jax.random.uniform(rngs.params(), heads, minval=0.05, maxval=16.0))
+
+
+def _initial_dt_bias(rngs, heads: int) -> Float[Array, " heads"]:
+    """Inverse softplus of steps spread log-uniformly over (1e-3, 1e-1)."""
+    log_step = jax.random.uniform(
+        rngs.params(), heads, minval=jnp.log(1e-3), maxval=jnp.log(1e-1)
+    )
+    step = jnp.exp(log_step)
+    return step + jnp.log(-jnp.expm1(-step))

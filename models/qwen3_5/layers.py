@@ -1,0 +1,81 @@
+"""The pieces every Qwen3.5 layer shares: norm, linear map, rotary embedding, MLP."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from models.qwen3_5 import config as config_lib
+
+
+def linear(features_in: int, features_out: int, *, dtype, rngs) -> nnx.Linear:
+    """Return a bias-free linear map, exact for float32 (no TF32 on a GPU)."""
+    return nnx.Linear(
+        features_in,
+        features_out,
+        use_bias=False,
+        param_dtype=dtype,
+        precision=lax.Precision.HIGHEST,
+        rngs=rngs,
+    )
+
+
+def rms_normalize(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B D"]:
+    """Divide by the root mean square over the last axis, in float32."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm with gain `1 + weight`, computed in float32.
+
+    Checkpoints store `weight` around 0 for every norm but the gated one of GDN.
+    """
+
+    def __init__(self, size: int, *, eps: float, dtype):
+        self.weight = nnx.Param(jnp.zeros(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        gain = 1.0 + self.weight[...].astype(jnp.float32)
+        return (rms_normalize(x, self.eps) * gain).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """SwiGLU feed-forward: `down(silu(gate x) * up x)`."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, dtype, rngs):
+        options = dict(dtype=dtype, rngs=rngs)
+        self.gate_proj = linear(hidden_size, intermediate_size, **options)
+        self.up_proj = linear(hidden_size, intermediate_size, **options)
+        self.down_proj = linear(intermediate_size, hidden_size, **options)
+
+    def __call__(self, x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotary_table(
+    positions: Int[Array, "B T"], config: config_lib.Qwen3_5Config
+) -> tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]]:
+    """Return cos and sin (float32) of the rotary angles at `positions`.
+
+    Angle i is `position * theta^(-2i / rotary_dim)`; pair i is (i, i + rotary_dim/2).
+    """
+    exponent = jnp.arange(0, config.rotary_dim, 2, dtype=jnp.float32)
+    frequency = config.rope_theta ** (-exponent / config.rotary_dim)
+    angle = positions[..., None].astype(jnp.float32) * frequency
+    angle = jnp.concatenate([angle, angle], axis=-1)[:, :, None]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(
+    x: Float[Array, "B T heads D"],
+    table: tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]],
+) -> Float[Array, "B T heads D"]:
+    """Rotate the first `rotary_dim` channels of each head; the rest passes through."""
+    cos, sin = (part.astype(x.dtype) for part in table)
+    turned, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
+    first, second = jnp.split(turned, 2, axis=-1)
+    turned = turned * cos + jnp.concatenate([-second, first], axis=-1) * sin
+    return jnp.concatenate([turned, rest], axis=-1)

@@ -1,0 +1,391 @@
+"""Which checkpoint tensor each parameter is, and the way in and out.
+
+A parameter path names its tensor; only the leaf differs. Layers of the main model
+are stacked over blocks here and numbered one by one in a checkpoint:
+layer = block * full_attention_interval + place in the block. Names below leave out
+the prefix of the main model ("model." or "model.language_model.").
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from jaxtyping import Shaped
+from rich import console
+from rich import progress as rich_progress
+
+from models import checkpoints
+from models.qwen3_5 import config as config_lib
+
+PREFIXES = {"published": "model.language_model.", "flat": "model."}
+SKIPPED = "model.visual."
+# Always float32 in memory: decays are exponentials of exponentials of these.
+KEEP_FLOAT32 = ("A_log", "dt_bias", "linear_attn.norm.weight")
+# The published bf16 checkpoints store these two, and not dt_bias, as float32.
+STORE_FLOAT32 = ("A_log", "linear_attn.norm.weight")
+SHOWN = 20
+
+Path = tuple[Any, ...]
+Array = Shaped[np.ndarray, "..."]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How parameters whose path ends in `ours` are stored: renamed, reshaped."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    load: Callable[[Array], Array]
+    save: Callable[[Array], Array]
+
+
+def _keep(x: Array) -> Array:
+    return x
+
+
+def _swap(x: Array) -> Array:
+    return np.swapaxes(x, -1, -2)
+
+
+RULES = (
+    Rule(("embedding",), ("weight",), _keep, _keep),
+    Rule(("kernel",), ("weight",), _swap, _swap),
+    Rule(
+        ("conv1d", "weight"),
+        ("conv1d", "weight"),
+        lambda x: x[:, 0],
+        lambda x: x[:, None],
+    ),
+    Rule(("experts", "gate_up_proj"), ("experts", "gate_up_proj"), _swap, _swap),
+    Rule(("experts", "down_proj"), ("experts", "down_proj"), _swap, _swap),
+    Rule((), (), _keep, _keep),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One stored tensor of the fused layout: `key` with `shape`, for `path[block]`."""
+
+    key: str
+    shape: tuple[int, ...]
+    path: Path
+    block: int | None
+    rule: Rule
+
+
+def slots(state: Any, config: config_lib.Qwen3_5Config) -> list[Slot]:
+    """List the tensors that hold `state` (arrays or their abstract shapes)."""
+    found = []
+    for path, leaf in _flatten(state)[0]:
+        shape = tuple(leaf.shape)
+        if path[0] != "blocks":
+            found.append(_slot(path, None, shape, config))
+            continue
+        if shape[0] != config.num_blocks:
+            raise ValueError(
+                f"parameter {path}: stacked {shape[0]} times, the config has "
+                f"{config.num_blocks} blocks"
+            )
+        blocks = range(config.num_blocks)
+        found += [_slot(path, block, shape[1:], config) for block in blocks]
+    return found
+
+
+def _slot(
+    path: Path,
+    block: int | None,
+    shape: tuple[int, ...],
+    config: config_lib.Qwen3_5Config,
+) -> Slot:
+    rule = next(r for r in RULES if path[len(path) - len(r.ours) :] == r.ours)
+    names = path[: len(path) - len(rule.ours)] + rule.theirs
+    if block is not None:  # blocks.layers.<place>.<rest> -> layers.<layer>.<rest>
+        layer = block * config.full_attention_interval + names[2]
+        names = ("layers", layer, *names[3:])
+    stored = rule.save(np.broadcast_to(np.int8(0), shape)).shape
+    return Slot(".".join(map(str, names)), stored, path, block, rule)
+
+
+def _flatten(state: Any) -> tuple[list[tuple[Path, Any]], Any]:
+    """Return (path, leaf) pairs and the tree structure of an nnx state or dict."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    return [(_path(keys), leaf) for keys, leaf in leaves], structure
+
+
+def _path(keys: Sequence[Any]) -> Path:
+    if isinstance(keys[-1], jax.tree_util.GetAttrKey):  # the value of an nnx variable
+        keys = keys[:-1]
+    return tuple(getattr(key, "key", getattr(key, "idx", None)) for key in keys)
+
+
+def load_weights(
+    abstract_state: Any,
+    reader: checkpoints.Reader,
+    config: config_lib.Qwen3_5Config,
+    dtype: Any = None,
+    progress: bool = False,
+) -> Any:
+    """Return `abstract_state` filled with the tensors of `reader`, read one by one.
+
+    Accepts the published and the flat prefix, fused and per-expert expert tensors in
+    any mix, and a head stored beside tied embeddings. Vision tensors are skipped.
+    All names and shapes are compared before the first tensor is read.
+
+    Args:
+        abstract_state: state of `nnx.eval_shape` of the model, or its pure dict.
+        dtype: of all weights in memory but the float32 ones (`KEEP_FLOAT32`);
+            None keeps what is stored.
+        progress: show a bar on stderr.
+
+    Raises:
+        ValueError: names every missing, unexpected or misshapen tensor.
+        NotImplementedError: quantised tensors.
+    """
+    dtype = checkpoints.memory_dtype(dtype)
+    names = _names(reader)
+    sources = [_source(slot, names) for slot in slots(abstract_state, config)]
+    _check_tensors(sources, reader, names, config)
+    by_path: dict[Path, list[_Source]] = {}
+    for source in sources:
+        by_path.setdefault(source.slot.path, []).append(source)
+    leaves, structure = _flatten(abstract_state)
+    with _bar(sum(len(source.tensors) for source in sources), progress) as advance:
+        filled = [
+            _read_leaf(by_path[path], tuple(leaf.shape), reader, dtype, advance)
+            for path, leaf in leaves
+        ]
+    return jax.tree.unflatten(structure, filled)
+
+
+def stored_dtype(reader: checkpoints.Reader) -> np.dtype:
+    """Return the dtype that `dtype=None` computes in: that of the embedding."""
+    key = _names(reader).find("embed_tokens.weight")
+    known = key in reader.keys() and reader.dtype(key) in checkpoints.FLOATS
+    return jnp.dtype(reader.dtype(key) if known else jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Full names of the tensors in a checkpoint, by names without the prefix."""
+
+    prefix: str
+    full: dict[str, str]
+
+    def find(self, short: str) -> str:
+        """Return the full name, also of a tensor that is not there."""
+        top = short.startswith("mtp.") or short == "lm_head.weight"
+        return self.full.get(short, short if top else self.prefix + short)
+
+
+def _names(reader: checkpoints.Reader) -> _Names:
+    keys = [key for key in reader.keys() if not key.startswith(SKIPPED)]
+    counts = {
+        layout: sum(key.startswith(prefix) for key in keys)
+        for layout, prefix in PREFIXES.items()
+    }
+    nested = 2 * counts["published"] > counts["flat"]  # "model." begins both
+    prefix = PREFIXES["published" if nested else "flat"]
+    return _Names(prefix, {key.removeprefix(prefix): key for key in keys})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where one slot is read: (full name, shape) of its tensors, and their joining."""
+
+    slot: Slot
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    fill: Callable[[Array, Iterator[Array]], None]
+
+
+def _source(slot: Slot, names: _Names) -> _Source:
+    """Choose between the slot's own tensor and one tensor per expert."""
+    stem = slot.key.rpartition(".")[0]
+    if slot.rule.ours[:1] == ("experts",) and slot.key not in names.full:
+        if any(re.match(rf"{re.escape(stem)}\.\d", key) for key in names.full):
+            return _expert_source(slot, stem, names)
+
+    def fill(out: Array, tensors: Iterator[Array]) -> None:
+        out[...] = slot.rule.load(next(tensors))
+
+    return _Source(slot, ((names.find(slot.key), slot.shape),), fill)
+
+
+def _expert_source(slot: Slot, stem: str, names: _Names) -> _Source:
+    """Experts stored one by one, gate and up apart, each [out, in]."""
+    experts, rows, columns = slot.shape
+    down = slot.path[-1] == "down_proj"
+    parts = ("down_proj",) if down else ("gate_proj", "up_proj")
+    shape = (rows // len(parts), columns)
+    keys = (f"{stem}.{i}.{part}.weight" for i in range(experts) for part in parts)
+
+    def fill(out: Array, tensors: Iterator[Array]) -> None:
+        for expert in out:  # [in, out]: gate columns, then up columns
+            for columns in np.split(expert, len(parts), axis=-1):
+                columns[...] = _swap(next(tensors))
+
+    return _Source(slot, tuple((names.find(key), shape) for key in keys), fill)
+
+
+def _check_tensors(
+    sources: list[_Source],
+    reader: checkpoints.Reader,
+    names: _Names,
+    config: config_lib.Qwen3_5Config,
+) -> None:
+    """Compare names and shapes, from headers only, and report all problems at once."""
+    present = set(names.full.values())
+    _check_quantised(reader, present)
+    wanted = dict(pair for source in sources for pair in source.tensors)
+    problems = [f"missing {key}" for key in wanted.keys() - present]
+    for key in wanted.keys() & present:
+        found = tuple(reader.shape(key))
+        if found != wanted[key]:
+            problems.append(f"misshapen {key} {found}, expected {wanted[key]}")
+    head = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    problems += [f"unexpected {key}" for key in present - wanted.keys() - head]
+    if problems:
+        raise ValueError(f"checkpoint {reader.name}: {_summary(sorted(problems))}")
+    if head & present:
+        _check_tied(reader, names.find("embed_tokens.weight"))
+
+
+def _summary(problems: list[str]) -> str:
+    more = len(problems) - SHOWN
+    text = "; ".join(problems[:SHOWN])
+    return f"{text}; and {more} more" if more > 0 else text
+
+
+def _check_quantised(reader: checkpoints.Reader, keys: set[str]) -> None:
+    for key in sorted(keys):
+        if reader.dtype(key) not in checkpoints.FLOATS:
+            raise NotImplementedError(
+                f"checkpoint {reader.name}: {key} is {reader.dtype(key)}; supported: "
+                f"{', '.join(checkpoints.FLOATS)} (quantised releases are not)"
+            )
+
+
+def _check_tied(reader: checkpoints.Reader, embedding: str) -> None:
+    """A head stored beside tied embeddings may be dropped only if it is a copy."""
+    if not np.array_equal(reader.read("lm_head.weight"), reader.read(embedding)):
+        raise ValueError(
+            f"checkpoint {reader.name}: lm_head.weight differs from {embedding}, but "
+            "the config says tie_word_embeddings"
+        )
+
+
+def _read_leaf(
+    sources: list[_Source],
+    shape: tuple[int, ...],
+    reader: checkpoints.Reader,
+    dtype: np.dtype | None,
+    advance: Callable[[], None],
+) -> jax.Array:
+    """Read one parameter, block by block, into one array of its final dtype."""
+    if sources[0].slot.key.endswith(KEEP_FLOAT32):
+        dtype = jnp.dtype(jnp.float32)
+    if dtype is None:
+        keys = [key for source in sources for key, _ in source.tensors]
+        dtype = jnp.result_type(*{reader.dtype(key) for key in keys})
+
+    def tensors(source: _Source) -> Iterator[Array]:
+        for key, _ in source.tensors:
+            advance()
+            yield reader.read(key)
+
+    out = np.empty(shape, dtype)
+    for source in sources:
+        block = ... if source.slot.block is None else source.slot.block
+        source.fill(out[block], tensors(source))
+    return jnp.asarray(out)
+
+
+@contextlib.contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    if not shown:
+        yield lambda: None
+        return
+    stderr = console.Console(stderr=True)
+    with rich_progress.Progress(console=stderr) as bar:
+        task = bar.add_task("loading tensors", total=total)
+        yield lambda: bar.advance(task)
+
+
+def save_checkpoint(
+    params: Any,
+    config: config_lib.Qwen3_5Config,
+    folder: str | os.PathLike,
+    max_shard_bytes: int = checkpoints.MAX_SHARD_BYTES,
+    tokenizer: tokenizers.Tokenizer | str | os.PathLike | None = None,
+    layout: str = "published",
+    dtype: Any = jnp.bfloat16,
+) -> None:
+    """Write `params` as a Hugging Face folder that `models.load` reads back.
+
+    Files take their places only when all of them are written. Other files of the
+    folder stay, weight files of an earlier save do not.
+
+    Args:
+        params: nnx state of the model, or its pure dict.
+        max_shard_bytes: of each weight file; a larger tensor gets a file of its own.
+        tokenizer: written as tokenizer.json; a path is copied.
+        layout: "published" (nested config, model.language_model.*) or "flat".
+        dtype: of the stored tensors but `STORE_FLOAT32`; None stores as in memory.
+    """
+    leaves = dict(_flatten(params)[0])
+    dtype = None if dtype is None else jnp.dtype(dtype)
+    name = (dtype or leaves["embed_tokens", "embedding"].dtype).name
+    raw = dataclasses.replace(config, dtype=name).to_hf(layout)
+    stored = {}
+    for slot in sorted(slots(params, config), key=_reading_order):
+        keep = slot.key.endswith(STORE_FLOAT32)
+        target = jnp.dtype(jnp.float32) if keep else dtype
+        stored[_stored_name(slot, layout)] = _Stored(slot, leaves[slot.path], target)
+    documents: dict[str, Any] = {"config.json": raw}
+    if config.eos_token_ids:
+        ids = {"eos_token_id": list(config.eos_token_ids)}
+        documents["generation_config.json"] = ids
+    if isinstance(tokenizer, str | os.PathLike):
+        documents["tokenizer.json"] = pathlib.Path(tokenizer).read_text("utf-8")
+    elif tokenizer is not None:
+        documents["tokenizer.json"] = tokenizer.to_str(pretty=True)
+    checkpoints.write_folder(folder, stored, documents, max_shard_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """One tensor to write, made when it is its turn."""
+
+    slot: Slot
+    leaf: Any
+    dtype: np.dtype | None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.slot.shape) * (self.dtype or self.leaf.dtype).itemsize
+
+    def read(self) -> Array:
+        block = ... if self.slot.block is None else self.slot.block
+        array = self.slot.rule.save(np.asarray(self.leaf[block]))
+        return np.ascontiguousarray(array, self.dtype)
+
+
+def _stored_name(slot: Slot, layout: str) -> str:
+    top = slot.path[0] in ("mtp", "lm_head")
+    return slot.key if top else PREFIXES[layout] + slot.key
+
+
+def _reading_order(slot: Slot) -> tuple:
+    """Embedding, layers in number order, final norm, head, MTP head."""
+    parts = ("embed_tokens", "layers", "norm", "lm_head", "mtp")
+    names = slot.key.split(".")
+    numbered = [(int(n), "") if n.isdigit() else (-1, n) for n in names]
+    return (parts.index(names[0]), numbered)

@@ -1,0 +1,1 @@
+"""Grouped matrix products: each row meets the weights of its own group (MoE experts)."""

@@ -1,0 +1,115 @@
+"""What happens to the recurrent state when a path is accepted: the lifecycles.
+
+A lifecycle owns an opaque state, one of a layer and a batch. `verify` reads it and
+returns records; `commit` turns records and the accepted path into the next state. The
+model and the loop touch the state through these methods only.
+
+| lifecycle     | kept until commit                          | moves of S a step      |
+|---------------|--------------------------------------------|------------------------|
+| `store-all`   | the full state after every node            | 1 + n (chain), 2n (tree) |
+| `reconstruct` | pseudo-values, keys, log decay of the nodes | 3                      |
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from treewy_jax import accept, recurrence
+from treewy_jax import tree as tree_lib
+from treewy_jax import verify as verify_lib
+
+
+class Inputs(NamedTuple):
+    """The five arrays that `verify` takes for each node (see treewy_jax.verify)."""
+
+    q: Float[Array, "B n Hk Dk"]
+    k: Float[Array, "B n Hk Dk"]
+    v: Float[Array, "B n Hv Dv"]
+    log_decay: Float[Array, "B n Hv"]
+    beta: Float[Array, "B n Hv"]
+
+
+class Lifecycle(Protocol):
+    """One way of carrying the recurrent state from step to step."""
+
+    def init(self, state: Float[Array, "B Hv Dv Dk"]) -> Any:
+        """Wrap a plain state S."""
+
+    def verify(
+        self, state: Any, inputs: Inputs, tree: tree_lib.DraftTree
+    ) -> tuple[Float[Array, "B n Hv Dv"], Any]:
+        """Return the outputs of all nodes and the records `commit` needs."""
+
+    def commit(self, state: Any, records: Any, accepted: accept.Accepted) -> Any:
+        """Return the state after the accepted path; rows with count 0 keep theirs."""
+
+    def materialize(self, state: Any) -> Float[Array, "B Hv Dv Dk"]:
+        """Return the plain state S."""
+
+    def nbytes(self, state: Any) -> int:
+        """Return the bytes of the committed state (records not counted)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlainState:
+    """What lifecycles whose state is S itself have in common."""
+
+    state_dtype: str = "float32"
+    impl: str | None = None
+    precision: str | None = None
+
+    def init(self, state: Float[Array, "B Hv Dv Dk"]) -> Float[Array, "B Hv Dv Dk"]:
+        return state.astype(self.state_dtype)
+
+    def materialize(self, state):
+        return state
+
+    def nbytes(self, state) -> int:
+        return state.nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Reconstruct(_PlainState):
+    """TreeWY as published: keep pseudo-values, rebuild the accepted state alone."""
+
+    def verify(self, state, inputs, tree):
+        verified = verify_lib.verify(
+            *inputs, state, tree, impl=self.impl, precision=self.precision
+        )
+        records = (inputs.k, verified.pseudo_values, verified.log_decay)
+        return verified.output, records
+
+    def commit(self, state, records, accepted):
+        return verify_lib.replay(state, *records, accepted.path, accepted.count)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreAll(_PlainState):
+    """The baseline every engine ships: a full state for each node, one of them kept."""
+
+    def verify(self, state, inputs, tree):
+        output, states = recurrence.recurrent_tree(*inputs, state, tree)
+        return output.astype(inputs.q.dtype), states.astype(state.dtype)
+
+    def commit(self, state, records, accepted):
+        chosen = jax.vmap(lambda states, node: states[node])(records, accepted.node)
+        kept = (accepted.count == 0)[:, None, None, None]
+        return jnp.where(kept, state, chosen)
+
+
+LIFECYCLES = {"reconstruct": Reconstruct, "store-all": StoreAll}
+
+
+def by_name(name: str, **options) -> Lifecycle:
+    """Return the lifecycle called `name`; `-` and `_` are the same.
+
+    Raises:
+        ValueError: the name is not one of `LIFECYCLES`.
+    """
+    key = name.replace("_", "-")
+    if key not in LIFECYCLES:
+        raise ValueError(f"commit={name!r}: allowed are {', '.join(LIFECYCLES)}")
+    return LIFECYCLES[key](**options)

@@ -1,0 +1,201 @@
+"""Draft a tree with the model's MTP head, level by level.
+
+Level d+1 holds the top tokens of every level-d node that has children. A node at depth
+d >= 1 runs the head on (its token, the head's output at its parent), one position
+further than its parent, over the head's KV of the text and of the node's ancestors.
+Leaves are not run. After acceptance the head is rerun over the accepted tokens with the
+target's hidden states, which overwrites what drafting only guessed.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from treewy_jax import accept, attention
+from treewy_jax import tree as tree_lib
+from treewy_jax.drafters import protocol
+
+
+class MTPState(NamedTuple):
+    """The head's own decode state.
+
+    Attributes:
+        key: rotated keys of the head's attention layer; `length` slots are filled.
+        value: their values.
+        length: pairs run with the target's hidden states, as many as tokens verified.
+        seed: the head's output for the newest pair; level 1 is its top tokens.
+        tokens: the tree proposed last.
+    """
+
+    key: Float[Array, "B S kv D"]
+    value: Float[Array, "B S kv D"]
+    length: Int[Array, " B"]
+    seed: Float[Array, "B H"]
+    tokens: Int[Array, "B n"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MTPDrafter:
+    """Tree drafting of a given topology; build it with `from_tree`.
+
+    Attributes:
+        parent: the topology, preorder, -1 for the root and for padding.
+        size: how many nodes are real.
+        rank: each node's place among its siblings; rank r takes the r-th best token.
+        ancestors: ancestor-or-self.
+        levels: for each depth, the nodes there that have children, padded with n.
+        rank_max: static; tokens looked at a node.
+    """
+
+    parent: Int[Array, " n"]
+    size: Int[Array, ""]
+    rank: Int[Array, " n"]
+    ancestors: Bool[Array, "n n"]
+    levels: tuple[Int[Array, " m"], ...]
+    rank_max: int = dataclasses.field(metadata=dict(static=True))
+
+    @classmethod
+    def from_tree(
+        cls,
+        tree: tree_lib.DraftTree,
+        level_sizes: tuple[int, ...] | None = None,
+        rank_max: int | None = None,
+    ) -> "MTPDrafter":
+        """Take the topology of `tree` (row 0, concrete values).
+
+        `level_sizes` and `rank_max` widen the static envelope, so that several
+        topologies share one compiled loop; by default they fit `tree` exactly.
+
+        Raises:
+            ValueError: the envelope is too small for the tree.
+        """
+        parent = np.asarray(tree.parents())[0]
+        depth, size = np.asarray(tree.depth())[0], int(tree.size[0])
+        ranks = [int(np.sum(parent[:i] == parent[i])) for i in range(size)]
+        inner = np.array([i in parent[:size] for i in range(len(parent))])
+        found = [np.flatnonzero((depth == d) & inner) for d in range(tree.depth_max)]
+        sizes = level_sizes or tuple(max(1, len(level)) for level in found)
+        rank_max = rank_max or max(ranks, default=0) + 1
+        fits = len(sizes) == len(found) and max(ranks) < rank_max
+        if not fits or any(len(f) > s for f, s in zip(found, sizes, strict=True)):
+            raise ValueError(
+                f"level_sizes={sizes}, rank_max={rank_max}: the tree needs at least "
+                f"{tuple(map(len, found))} and {max(ranks) + 1}"
+            )
+        n = len(parent)
+        pad = lambda level, m: np.pad(level, (0, m - len(level)), constant_values=n)  # noqa: E731
+        return cls(
+            parent=jnp.asarray(parent, jnp.int32),
+            size=jnp.int32(size),
+            rank=jnp.asarray(ranks + [0] * (n - size), jnp.int32),
+            ancestors=jnp.asarray(tree.ancestors(include_self=True)[0]),
+            levels=tuple(
+                jnp.asarray(pad(level, m), jnp.int32)
+                for level, m in zip(found, sizes, strict=True)
+            ),
+            rank_max=rank_max,
+        )
+
+    def bind(self, target: Any) -> "BoundMTPDrafter":
+        """Return the drafter joined to the target's head."""
+        return BoundMTPDrafter(self, target.draft_head)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundMTPDrafter:
+    """An `MTPDrafter` with a head to run; lives inside one traced function."""
+
+    plan: MTPDrafter
+    head: protocol.DraftHead
+
+    def bind(self, target):
+        return self
+
+    def start(self, tokens, lengths, hidden, next_token, capacity) -> MTPState:
+        """Run the head over the prompt's pairs (x_{t+1}, h_t), t < length."""
+        batch, length = tokens.shape
+        last = lengths[:, None] - 1
+        at = jnp.arange(length)[None]
+        follow = jnp.where(at == last, next_token[:, None], jnp.roll(tokens, -1, axis=1))
+        positions = jnp.broadcast_to(at, tokens.shape)
+        m, kv = self.head.prefill(follow, hidden, positions)
+        spare = ((0, 0), (0, capacity - length), (0, 0), (0, 0))
+        key, value = (jnp.pad(rows, spare) for rows in kv)
+        seed = jnp.take_along_axis(m, last[..., None], axis=1)[:, 0]
+        drafted = jnp.zeros((batch, self.plan.parent.shape[0]), jnp.int32)
+        return MTPState(key, value, lengths, seed, drafted)
+
+    def propose(self, state: MTPState, root, base):
+        """Expand the topology breadth-first into preorder slots."""
+        plan, batch = self.plan, root.shape[0]
+        n = plan.parent.shape[0]
+        tokens = jnp.zeros((batch, n), jnp.int32).at[:, 0].set(root)
+        outputs = jnp.zeros((batch, n, state.seed.shape[-1]), state.seed.dtype)
+        outputs = outputs.at[:, 0].set(state.seed)
+        seen, kv = plan.levels[0][:0], None
+        for depth, level in enumerate(plan.levels):
+            m = outputs[:, level]
+            if depth > 0:
+                seen = jnp.concatenate([seen, level])
+                m, kv = self._run(state, level, seen, depth, tokens, outputs, base, kv)
+                outputs = outputs.at[:, level].set(m, mode="drop")
+            tokens = self._choose_children(tokens, level, self.head.logits(m))
+        tree = tree_lib.DraftTree(
+            tokens=tokens,
+            parent=plan.parent,
+            size=jnp.broadcast_to(plan.size, (batch,)),
+            depth_max=len(plan.levels),
+        )
+        return tree, state._replace(tokens=tokens)
+
+    def update(self, state: MTPState, accepted: accept.Accepted, hidden) -> MTPState:
+        """Rerun the head over the accepted pairs with the target's hidden states."""
+        path, count = accepted.path, accepted.count
+        rows = path.shape[1]
+        tokens = accepted.emitted(state.tokens)
+        hidden = jnp.take_along_axis(hidden, path[..., None], axis=1)
+        positions = state.length[:, None] + jnp.arange(rows)
+        mask = jnp.broadcast_to(jnp.tri(rows, dtype=bool), (path.shape[0], rows, rows))
+        prefix = (state.key, state.value)
+        m, kv = self.head.extend(
+            tokens, hidden, positions, prefix, state.length, mask
+        )
+        key, value = (
+            attention.append(old, new, count, state.length)
+            for old, new in zip(prefix, kv, strict=True)
+        )
+        newest = jnp.maximum(count - 1, 0)[:, None, None]
+        seed = jnp.take_along_axis(m, newest, axis=1)[:, 0]
+        seed = jnp.where((count > 0)[:, None], seed, state.seed)
+        return MTPState(key, value, state.length + count, seed, state.tokens)
+
+    def _run(self, state, level, seen, depth, tokens, outputs, base, kv):
+        """Run the head on one level's nodes; `kv` and `seen` grow level by level."""
+        plan = self.plan
+        mask = plan.ancestors[level][:, seen]
+        mask &= (level < plan.parent.shape[0])[:, None]
+        batch = tokens.shape[0]
+        return self.head.extend(
+            tokens[:, level],
+            outputs[:, plan.parent[level]],
+            jnp.broadcast_to((base + depth - 1)[:, None], (batch, level.shape[0])),
+            (state.key, state.value),
+            state.length,
+            jnp.broadcast_to(mask, (batch, *mask.shape)),
+            kv,
+        )
+
+    def _choose_children(self, tokens, level, logits):
+        """Give the children of `level`'s nodes the best tokens by their rank."""
+        plan = self.plan
+        best = lax.top_k(logits, plan.rank_max)[1].astype(jnp.int32)
+        is_parent = (plan.parent[:, None] == level) & (plan.parent >= 0)[:, None]
+        row = jnp.argmax(is_parent, axis=1)
+        chosen = best[:, row, plan.rank]
+        return jnp.where(jnp.any(is_parent, axis=1), chosen, tokens)

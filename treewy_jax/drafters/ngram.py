@@ -1,0 +1,115 @@
+"""Draft from the text itself: what followed the newest tokens when they last occurred.
+
+Prompt lookup in the sense of Saxena (2023), made a tree: the root's children start the
+most recent continuations whose first tokens differ, each a chain.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from treewy_jax import accept
+from treewy_jax import tree as tree_lib
+
+
+class NgramState(NamedTuple):
+    """The text so far, the root included: `length` + 1 tokens of `text` are valid."""
+
+    text: Int[Array, "B S"]
+    length: Int[Array, " B"]
+    tokens: Int[Array, "B n"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NgramDrafter:
+    """`branches` chains of `depth` tokens; `match` tokens are compared at most.
+
+    Longer matches win, then later ones. Fewer branches than asked are padding.
+    """
+
+    branches: int = dataclasses.field(default=2, metadata=dict(static=True))
+    depth: int = dataclasses.field(default=4, metadata=dict(static=True))
+    match: int = dataclasses.field(default=3, metadata=dict(static=True))
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value < 1:
+                raise ValueError(f"{field.name}={value}: must be 1 or more")
+
+    def bind(self, target):
+        return self
+
+    def start(self, tokens, lengths, hidden, next_token, capacity) -> NgramState:
+        """Keep the prompt and the first token."""
+        text = jnp.pad(tokens, ((0, 0), (0, capacity + 1 - tokens.shape[1])))
+        text = _write(text, next_token[:, None], lengths, jnp.ones_like(lengths))
+        drafted = jnp.zeros((tokens.shape[0], self._nodes), jnp.int32)
+        return NgramState(text, lengths, drafted)
+
+    def propose(self, state: NgramState, root, base):
+        """Find the best continuations of the newest tokens and chain them."""
+        find = jax.vmap(lambda text, length: self._branches(text, length))
+        chains, found = find(state.text, state.length)
+        tokens = jnp.concatenate(
+            [root[:, None], chains.reshape(root.shape[0], -1)], axis=1
+        )
+        chain = jnp.arange(self._nodes - 1)
+        parent = jnp.where(chain % self.depth == 0, 0, chain)
+        tree = tree_lib.DraftTree(
+            tokens=tokens,
+            parent=jnp.concatenate([jnp.full(1, -1), parent]).astype(jnp.int32),
+            size=1 + found * self.depth,
+            depth_max=self.depth,
+        )
+        return tree, state._replace(tokens=tokens)
+
+    def update(self, state: NgramState, accepted: accept.Accepted, hidden):
+        """Append what was emitted."""
+        emitted = accepted.emitted(state.tokens)
+        text = _write(state.text, emitted, state.length + 1, accepted.count)
+        return NgramState(text, state.length + accepted.count, state.tokens)
+
+    @property
+    def _nodes(self) -> int:
+        return 1 + self.branches * self.depth
+
+    def _branches(self, text: Int[Array, " S"], length: Int[Array, ""]):
+        """Return [branches, depth] tokens and how many branches were found."""
+        at = jnp.arange(text.shape[0])
+        score = self._match_length(text, length) * text.shape[0] + at
+        fits = (at < length) & (score >= text.shape[0])
+        first = jnp.roll(text, -1)
+        chains, found = [], jnp.int32(0)
+        for _ in range(self.branches):
+            best = jnp.argmax(jnp.where(fits, score, -1))
+            chain = text[best + 1 + jnp.arange(self.depth)]
+            chains.append(chain)
+            found += jnp.any(fits).astype(jnp.int32)
+            fits &= first != chain[0]
+        return jnp.stack(chains), found
+
+    def _match_length(self, text, length):
+        """How many tokens before and at each place equal those at the end of the text."""
+        run = jnp.ones(text.shape[0], bool)
+        total = jnp.zeros(text.shape[0], jnp.int32)
+        for back in range(self.match):
+            newest = text[jnp.maximum(length - back, 0)]
+            here = jnp.roll(text, back)
+            run &= (here == newest) & (jnp.arange(text.shape[0]) >= back)
+            run &= length >= back
+            total += run
+        return total
+
+
+def _write(text, tokens, start, count):
+    """Write the first `count` of `tokens` from `start` on, row by row."""
+    step = jnp.arange(tokens.shape[1])
+    slot = jnp.where(step < count[:, None], start[:, None] + step, text.shape[1])
+    return jax.vmap(lambda row, i, new: row.at[i].set(new, mode="drop"))(
+        text, slot, tokens
+    )

@@ -1,0 +1,26 @@
+"""The empty draft: every step verifies the root alone."""
+
+import dataclasses
+
+import jax
+
+from treewy_jax import tree as tree_lib
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NoDrafter:
+    """Proposes the root and nothing below it: plain decoding through the same step."""
+
+    def bind(self, target):
+        return self
+
+    def start(self, tokens, lengths, hidden, next_token, capacity):
+        return ()
+
+    def propose(self, state, root, base):
+        tree = tree_lib.DraftTree.from_widths((), batch=root.shape[0])
+        return tree.with_tokens(root[:, None]), state
+
+    def update(self, state, accepted, hidden):
+        return state

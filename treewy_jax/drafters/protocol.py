@@ -1,0 +1,66 @@
+"""What the loop asks of a drafter, and what an MTP drafter asks of a model."""
+
+from typing import Any, Protocol
+
+from jaxtyping import Array, Bool, Float, Int
+
+from treewy_jax import accept
+from treewy_jax import tree as tree_lib
+
+
+class Drafter(Protocol):
+    """Proposes a tree each step; its state is a pytree it alone understands.
+
+    A drafter is itself a pytree: its topology and tables are data, so that another of
+    the same shape needs no new compilation.
+    """
+
+    def bind(self, target: Any) -> "Drafter":
+        """Return a drafter that may use the target; called inside `jit`."""
+
+    def start(
+        self,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        hidden: Float[Array, "B T H"],
+        next_token: Int[Array, " B"],
+        capacity: int,
+    ) -> Any:
+        """Return the state after the prompt: `hidden` is the target's, final-normed."""
+
+    def propose(
+        self, state: Any, root: Int[Array, " B"], base: Int[Array, " B"]
+    ) -> tuple[tree_lib.DraftTree, Any]:
+        """Draft a tree below `root`, the newest token, which stands at position `base`."""
+
+    def update(
+        self, state: Any, accepted: accept.Accepted, hidden: Float[Array, "B n H"]
+    ) -> Any:
+        """Take in what the target accepted; `hidden` are the target's, node by node."""
+
+
+class DraftHead(Protocol):
+    """A head that maps (next token, hidden state) pairs to hidden states further on."""
+
+    def prefill(
+        self,
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T H"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B T H"], tuple[Array, Array]]:
+        """Run a whole prompt causally; returns outputs and KV rows."""
+
+    def extend(
+        self,
+        tokens: Int[Array, "B m"],
+        hidden: Float[Array, "B m H"],
+        positions: Int[Array, "B m"],
+        prefix: tuple[Array, Array],
+        length: Int[Array, " B"],
+        mask: Bool[Array, "B m n"],
+        earlier: tuple[Array, Array] | None = None,
+    ) -> tuple[Float[Array, "B m H"], tuple[Array, Array]]:
+        """Run m more rows over `length` prefix slots and the rows `mask` names."""
+
+    def logits(self, hidden: Float[Array, "B m H"]) -> Float[Array, "B m V"]:
+        """Project outputs to the vocabulary."""

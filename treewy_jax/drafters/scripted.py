@@ -1,0 +1,82 @@
+"""Draft from a known text, with mistakes placed on purpose: the drafter for tests.
+
+At step s the nodes on the path to `goals[s]` carry the text's own tokens, every other
+node a wrong one. A target that would write the text accepts exactly that path, whatever
+its length and through whichever child.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from treewy_jax import accept
+from treewy_jax import tree as tree_lib
+
+
+class ScriptedState(NamedTuple):
+    """How far into the script each row is, and in the list of goals."""
+
+    told: Int[Array, " B"]
+    step: Int[Array, " B"]
+    tokens: Int[Array, "B n"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScriptedDrafter:
+    """Drafts `script` (each row's text after the prompt) in the shape of `tree`.
+
+    Attributes:
+        script: tokens; beyond its end the last one repeats.
+        tree: the topology of every step.
+        goals: the node to accept down to at each step, used in turn; 0 accepts nothing.
+        vocab_size: static; wrong tokens stay below it.
+    """
+
+    script: Int[Array, "B S"]
+    tree: tree_lib.DraftTree
+    goals: Int[Array, " G"]
+    vocab_size: int = dataclasses.field(metadata=dict(static=True))
+
+    def bind(self, target):
+        return self
+
+    def start(self, tokens, lengths, hidden, next_token, capacity) -> ScriptedState:
+        """The first token of the script is the root."""
+        zero = jnp.zeros_like(lengths)
+        return ScriptedState(zero, zero, jnp.zeros_like(self.tree.tokens))
+
+    def propose(self, state: ScriptedState, root, base):
+        """Put the text on the goal's path and wrong tokens elsewhere."""
+        depth = self.tree.depth()
+        goal = self.goals[state.step % self.goals.shape[0]]
+        ancestors = self.tree.ancestors(include_self=True)
+        on_path = jnp.take_along_axis(ancestors, goal[:, None, None], axis=1)[:, 0]
+        right = jax.vmap(lambda row, i: row[i])(
+            self.script, jnp.minimum(state.told[:, None] + depth, self._last)
+        )
+        wrong = (right + 1 + _sibling_rank(self.tree)) % self.vocab_size
+        tokens = jnp.where(on_path, right, wrong).astype(jnp.int32)
+        tokens = tokens.at[:, 0].set(root)
+        return self.tree.with_tokens(tokens), state._replace(tokens=tokens)
+
+    def update(self, state: ScriptedState, accepted: accept.Accepted, hidden):
+        """Move on by what was accepted."""
+        moved = (accepted.count > 0).astype(jnp.int32)
+        told = state.told + accepted.count
+        return ScriptedState(told, state.step + moved, state.tokens)
+
+    @property
+    def _last(self) -> int:
+        return self.script.shape[1] - 1
+
+
+def _sibling_rank(tree: tree_lib.DraftTree) -> Int[Array, "B n"]:
+    """Each node's place among the children of its parent."""
+    parent = tree.parents()
+    same = parent[:, :, None] == parent[:, None, :]
+    earlier = jnp.tri(parent.shape[1], k=-1, dtype=bool)
+    return jnp.sum(same & earlier, axis=-1)

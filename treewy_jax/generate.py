@@ -1,0 +1,288 @@
+"""Write text: `generate` checks a request, runs the loop, and reads the result back."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treewy_jax import cache as cache_lib
+from treewy_jax import commit as commit_lib
+from treewy_jax import drafters, loop
+from treewy_jax import sampling as sampling_lib
+from treewy_jax import tree as tree_lib
+
+N_MAX = 64
+SMALLEST_BUCKET = 16
+STEPS_PER_BLOCK = 8
+
+
+class Model(Protocol):
+    """A loaded model: static configuration, parameters, and how to bind the two."""
+
+    config: Any
+    params: Any
+
+    def builder(
+        self, lifecycle: commit_lib.Lifecycle
+    ) -> Callable[[Any], loop.Target]:
+        """Return a hashable function from `params` to a `loop.Target`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` wrote, row by row, and what it cost.
+
+    Attributes:
+        token_ids: emitted tokens, without the prompt.
+        accept_lengths: accepted drafts + 1 at each step; with the first token, which the
+            prompt pass emits, they add up to the tokens of the row.
+        cut: the row's last step was cut short by end-of-text or budget.
+        steps: target passes after the prompt, the same for all rows.
+        state_bytes: bytes allocated for recurrent, conv, kv, mtp_kv and records.
+        last_tree: the last tree verified, as (tokens, parents, accepted path) a row.
+    """
+
+    token_ids: list[list[int]]
+    accept_lengths: list[list[int]]
+    cut: list[bool]
+    steps: int
+    state_bytes: dict[str, int]
+    last_tree: list[tuple[list[int], list[int], list[int]]]
+
+    @property
+    def whole_accept_lengths(self) -> list[int]:
+        """All rows' accept lengths but those cut short."""
+        rows = zip(self.accept_lengths, self.cut, strict=True)
+        return [a for lengths, cut in rows for a in lengths[: len(lengths) - cut]]
+
+    @property
+    def mean_accept_length(self) -> float:
+        """Mean accept length over steps that were not cut short; NaN without any."""
+        lengths = self.whole_accept_lengths
+        return float(np.mean(lengths)) if lengths else float("nan")
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[int] | Sequence[Sequence[int]],
+    *,
+    tree: tree_lib.DraftTree | Sequence[int] | str,
+    max_new_tokens: int,
+    drafter: drafters.Drafter | None = None,
+    commit: str | commit_lib.Lifecycle = "reconstruct",
+    sampling: sampling_lib.Sampling | None = None,
+    seed: int = 0,
+    impl: str | None = None,
+    state_dtype: str | None = None,
+    eos_token_ids: Sequence[int] | None = None,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
+) -> Generation:
+    """Continue prompts with tree-speculative decoding.
+
+    Args:
+        model: from `models.load`.
+        prompts: one sequence of ids, or several of any lengths.
+        tree: widths `(3, 3, 3)` or `"3,3,3"`, `"none"`, or a `DraftTree`. Not used when
+            `drafter` is given.
+        max_new_tokens: budget of each row.
+        drafter: None drafts with the model's MTP head.
+        commit: a lifecycle of `treewy_jax.commit`, by name or itself.
+        sampling: None is greedy.
+        seed: of all draws; a text depends on it and on the row's number alone.
+        impl: implementation of `verify`; None picks one.
+        state_dtype: storage of the recurrent state; None as the configuration says.
+        eos_token_ids: None as the configuration says.
+        on_tokens: called with (row, new tokens) as text appears.
+
+    Raises:
+        ValueError: an argument is out of range; nothing was computed.
+    """
+    config = model.config
+    rows = _check_prompts(prompts, config.vocab_size)
+    _check_budget(rows, max_new_tokens, config.max_position_embeddings)
+    lifecycle = _lifecycle(commit, state_dtype or config.mamba_ssm_dtype, impl)
+    if drafter is None:
+        drafter = default_drafter(tree)
+    program = _Program(
+        build=model.builder(lifecycle),
+        params=model.params,
+        drafter=drafter,
+        sampling=sampling or sampling_lib.Sampling(),
+    )
+    eos = config.eos_token_ids if eos_token_ids is None else eos_token_ids
+    rules = loop.Rules(
+        budget=jnp.full(len(rows), max_new_tokens, jnp.int32),
+        eos=jnp.asarray(tuple(eos), jnp.int32),
+        key=jax.random.key(seed),
+    )
+    capacity = _capacity(rows, max_new_tokens, config.max_position_embeddings)
+    state = program.start(*_pad(rows, config), rules, capacity, max_new_tokens)
+    sizes = program.state_bytes(state)
+    state = _finish(program, state, rules, max_new_tokens, on_tokens)
+    return _read(state, sizes)
+
+
+def as_tree(tree: tree_lib.DraftTree | Sequence[int] | str) -> tree_lib.DraftTree:
+    """Return the tree that `tree` describes, of at most 64 nodes if by widths."""
+    if isinstance(tree, tree_lib.DraftTree):
+        return tree
+    if isinstance(tree, str):
+        tree = tree_lib.parse_widths(tree, N_MAX)
+    tree_lib.DraftTree.from_widths(tree, n_max=N_MAX)
+    return tree_lib.DraftTree.from_widths(tree)
+
+
+def default_drafter(
+    tree: tree_lib.DraftTree | Sequence[int] | str,
+) -> drafters.Drafter:
+    """Return the MTP drafter of this topology; the root alone needs none."""
+    tree = as_tree(tree)
+    if tree.depth_max == 0:
+        return drafters.NoDrafter()
+    return drafters.MTPDrafter.from_tree(tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The compiled loop with the arguments that stay the same between calls."""
+
+    build: Callable[[Any], loop.Target]
+    params: Any
+    drafter: drafters.Drafter
+    sampling: sampling_lib.Sampling
+
+    def start(self, tokens, lengths, rules, capacity, max_new_tokens):
+        return loop.start(
+            self.build,
+            self.params,
+            self.drafter,
+            tokens,
+            lengths,
+            rules,
+            capacity=capacity,
+            max_new_tokens=max_new_tokens,
+            sampling=self.sampling,
+        )
+
+    def run(self, state, rules, steps):
+        return loop.run(
+            self.build,
+            self.params,
+            self.drafter,
+            state,
+            rules,
+            jnp.int32(steps),
+            sampling=self.sampling,
+        )
+
+    def state_bytes(self, state: loop.LoopState) -> dict[str, int]:
+        """Return the bytes of the allocated state, and of the records of one step."""
+
+        def records(params, cache, tree):
+            return self.build(params).verify(cache, tree)[1]
+
+        shapes = jax.eval_shape(records, self.params, state.cache, state.tree)
+        mtp_kv = [getattr(state.draft, name, ()) for name in ("key", "value")]
+        return cache_lib.state_bytes(state.cache, shapes, mtp_kv)
+
+
+def _finish(program, state, rules, max_new_tokens, on_tokens):
+    """Run to the end, in one call, or in blocks of steps when someone is watching."""
+    if on_tokens is None:
+        return program.run(state, rules, max_new_tokens)
+    told = [0] * state.root.shape[0]
+    while True:
+        _tell(state, told, on_tokens)
+        if bool(jnp.all(state.done)):
+            return state
+        state = program.run(state, rules, STEPS_PER_BLOCK)
+
+
+def _tell(state, told, on_tokens):
+    tokens, emitted = jax.device_get((state.tokens, state.emitted))
+    for row, upto in enumerate(emitted.tolist()):
+        if upto > told[row]:
+            on_tokens(row, tokens[row, told[row] : upto].tolist())
+            told[row] = upto
+
+
+def _read(state: loop.LoopState, sizes: dict[str, int]) -> Generation:
+    """Fetch what the loop wrote."""
+    state = jax.device_get(dataclasses.replace(state, cache=None, draft=None))
+    steps = int(state.steps)
+    lengths = state.accept_lengths[:, :steps].tolist()
+    tokens, emitted = state.tokens, state.emitted.tolist()
+    parents = np.asarray(state.tree.parents())
+    trees = [
+        (
+            state.tree.tokens[row, :size].tolist(),
+            parents[row, :size].tolist(),
+            state.accepted.path[row, : state.accepted.count[row]].tolist(),
+        )
+        for row, size in enumerate(state.tree.size.tolist())
+    ]
+    return Generation(
+        token_ids=[row[:upto].tolist() for row, upto in zip(tokens, emitted, strict=True)],
+        accept_lengths=[[a for a in row if a > 0] for row in lengths],
+        cut=state.cut.tolist(),
+        steps=steps,
+        state_bytes=sizes,
+        last_tree=trees,
+    )
+
+
+def _lifecycle(commit, state_dtype, impl):
+    if not isinstance(commit, str):
+        return commit
+    return commit_lib.by_name(commit, state_dtype=state_dtype, impl=impl)
+
+
+def _check_prompts(prompts, vocab_size: int) -> list[list[int]]:
+    """Return the prompts as rows of ids, or say which one is wrong."""
+    prompts = list(prompts)
+    if not prompts:
+        raise ValueError("prompts is empty: give at least one token id")
+    single = not hasattr(prompts[0], "__len__")
+    rows = [[int(i) for i in row] for row in ([prompts] if single else prompts)]
+    for number, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompts[{number}] is empty: give at least one token id")
+        outside = [i for i in row if not 0 <= i < vocab_size]
+        if outside:
+            raise ValueError(
+                f"prompts[{number}] holds id {outside[0]}: allowed are 0 to {vocab_size - 1}"
+            )
+    return rows
+
+
+def _check_budget(rows, max_new_tokens: int, max_position: int) -> None:
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: must be 1 or more")
+    longest = max(map(len, rows))
+    if longest + max_new_tokens > max_position:
+        raise ValueError(
+            f"prompt of {longest} tokens and max_new_tokens={max_new_tokens}: "
+            f"together at most {max_position} (max_position_embeddings)"
+        )
+
+
+def _bucket(rows, max_position: int) -> int:
+    """Return the padded prompt length: a power of two, so that few programs exist."""
+    longest = max(map(len, rows))
+    power = 1 << (longest - 1).bit_length()
+    return min(max(SMALLEST_BUCKET, power), max_position)
+
+
+def _capacity(rows, max_new_tokens: int, max_position: int) -> int:
+    return min(_bucket(rows, max_position) + max_new_tokens, max_position)
+
+
+def _pad(rows, config):
+    """Right-pad the prompts to their bucket; returns tokens and lengths."""
+    tokens = np.zeros((len(rows), _bucket(rows, config.max_position_embeddings)), np.int32)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32)
