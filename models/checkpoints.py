@@ -194,7 +194,7 @@ class FolderReader:
 
     def dtype(self, key: str) -> str:
         """Return the numpy name of a float type, else the name the file uses."""
-        code = self.files[key].get_slice(key).get_dtype()
+        code = str(self.files[key].get_slice(key).get_dtype())
         return DTYPE_NAMES.get(code, code)
 
     def read(self, key: str) -> np.ndarray:

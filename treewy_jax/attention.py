@@ -68,7 +68,7 @@ def append(
     count: Int[Array, " B"],
     length: Int[Array, " B"],
 ) -> Float[Array, "B S kv D"]:
-    """Write the first `count` of `rows` to slots `length` onward; no other slot changes."""
+    """Write the first `count` of `rows` to slots `length` on; no other slot changes."""
     step = jnp.arange(rows.shape[1])
     # A slot past the end is dropped, which is how unused rows are kept out.
     slot = jnp.where(step < count[:, None], length[:, None] + step, cache.shape[1])

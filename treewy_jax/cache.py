@@ -1,21 +1,19 @@
-"""The decode state of a hybrid model: recurrent states, conv windows and KV, one pytree.
+"""The decode state of a hybrid model as one pytree: recurrent, conv windows, KV.
 
 Leaves of the recurrent part lead with [blocks, layers a block], those of attention with
 [blocks], as the layers are scanned.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from treewy_jax import accept, attention, conv
+from treewy_jax import accept, attention, conv, pytree
 from treewy_jax import commit as commit_lib
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree.dataclass
 class HybridCache:
     """What the target keeps between steps; it covers the tokens before the root.
 
@@ -34,8 +32,7 @@ class HybridCache:
     length: Int[Array, " B"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree.dataclass
 class Records:
     """What one verification leaves for `commit`.
 

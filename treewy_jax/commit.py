@@ -4,14 +4,14 @@ A lifecycle owns an opaque state, one of a layer and a batch. `verify` reads it 
 returns records; `commit` turns records and the accepted path into the next state. The
 model and the loop touch the state through these methods only.
 
-| lifecycle     | kept until commit                          | moves of S a step      |
-|---------------|--------------------------------------------|------------------------|
-| `store-all`   | the full state after every node            | 1 + n (chain), 2n (tree) |
-| `reconstruct` | pseudo-values, keys, log decay of the nodes | 3                      |
+| lifecycle     | kept until commit                           | moves of S       |
+|---------------|---------------------------------------------|------------------|
+| `store-all`   | the full state after every node             | 1 + n; tree: 2n  |
+| `reconstruct` | pseudo-values, keys, log decay of the nodes | 3                |
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jaxtyping import Array, Float
 from treewy_jax import accept, recurrence
 from treewy_jax import tree as tree_lib
 from treewy_jax import verify as verify_lib
+
+STATE_DTYPES = ("float32", "bfloat16", "float64")
 
 
 class Inputs(NamedTuple):
@@ -32,6 +34,7 @@ class Inputs(NamedTuple):
     beta: Float[Array, "B n Hv"]
 
 
+@runtime_checkable
 class Lifecycle(Protocol):
     """One way of carrying the recurrent state from step to step."""
 
@@ -60,6 +63,12 @@ class _PlainState:
     state_dtype: str = "float32"
     impl: str | None = None
     precision: str | None = None
+
+    def __post_init__(self):
+        if self.state_dtype not in STATE_DTYPES:
+            allowed = ", ".join(STATE_DTYPES)
+            raise ValueError(f"state_dtype={self.state_dtype!r}: allowed are {allowed}")
+        verify_lib.check_impl(self.impl)
 
     def init(self, state: Float[Array, "B Hv Dv Dk"]) -> Float[Array, "B Hv Dv Dk"]:
         return state.astype(self.state_dtype)

@@ -23,7 +23,7 @@ def causal(
     window: Float[Array, "B W1 C"],
     weight: Float[Array, "C W"],
 ) -> Float[Array, "B T C"]:
-    """Convolve a sequence: `out_t = sum_w weight[:, w] * row_{t - (W-1) + w}`, float32."""
+    """Convolve a sequence: out_t = sum_w weight[:, w] row_{t-(W-1)+w}, in float32."""
     length = rows.shape[1]
     padded = jnp.concatenate([window.astype(rows.dtype), rows], axis=1)
     taps = _wide(weight)
@@ -64,7 +64,7 @@ def window_at(
     window: Float[Array, "B W1 C"],
     lengths: Int[Array, " B"],
 ) -> Float[Array, "B W1 C"]:
-    """Return the window after the first `lengths` rows: the last W-1 of [window; rows]."""
+    """Return the window after `lengths` rows: the last W-1 of [window; rows]."""
     padded = jnp.concatenate([window, rows.astype(window.dtype)], axis=1)
     return _take(padded, lengths[:, None] + jnp.arange(window.shape[1]))
 
@@ -75,7 +75,7 @@ def commit(
     path: Int[Array, "B P"],
     count: Int[Array, " B"],
 ) -> Float[Array, "B W1 C"]:
-    """Return the window after the first `count` nodes of `path`; count 0 changes no bit."""
+    """Return the window after `count` nodes of `path`; count 0 changes no bit."""
     return window_at(_take(rows, path), window, count)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,14 @@ SMALLEST_BUCKET = 16
 STEPS_PER_BLOCK = 8
 
 
+@runtime_checkable
 class Model(Protocol):
     """A loaded model: static configuration, parameters, and how to bind the two."""
 
     config: Any
     params: Any
 
-    def builder(
-        self, lifecycle: commit_lib.Lifecycle
-    ) -> Callable[[Any], loop.Target]:
+    def builder(self, lifecycle: commit_lib.Lifecycle) -> Callable[[Any], loop.Target]:
         """Return a hashable function from `params` to a `loop.Target`."""
 
 
@@ -37,8 +36,8 @@ class Generation:
 
     Attributes:
         token_ids: emitted tokens, without the prompt.
-        accept_lengths: accepted drafts + 1 at each step; with the first token, which the
-            prompt pass emits, they add up to the tokens of the row.
+        accept_lengths: accepted drafts + 1 at each step; with the first token, which
+            the prompt pass emits, they add up to the tokens of the row.
         cut: the row's last step was cut short by end-of-text or budget.
         steps: target passes after the prompt, the same for all rows.
         state_bytes: bytes allocated for recurrent, conv, kv, mtp_kv and records.
@@ -101,11 +100,11 @@ def generate(
         ValueError: an argument is out of range; nothing was computed.
     """
     config = model.config
-    rows = _check_prompts(prompts, config.vocab_size)
-    _check_budget(rows, max_new_tokens, config.max_position_embeddings)
+    rows = check_prompts(prompts, config.vocab_size)
+    check_budget(rows, max_new_tokens, config.max_position_embeddings)
     lifecycle = _lifecycle(commit, state_dtype or config.mamba_ssm_dtype, impl)
     if drafter is None:
-        drafter = default_drafter(tree)
+        drafter = default_drafter(tree, config)
     program = _Program(
         build=model.builder(lifecycle),
         params=model.params,
@@ -136,13 +135,28 @@ def as_tree(tree: tree_lib.DraftTree | Sequence[int] | str) -> tree_lib.DraftTre
 
 
 def default_drafter(
-    tree: tree_lib.DraftTree | Sequence[int] | str,
+    tree: tree_lib.DraftTree | Sequence[int] | str, config: Any
 ) -> drafters.Drafter:
-    """Return the MTP drafter of this topology; the root alone needs none."""
+    """Return the MTP drafter of this topology; the root alone needs none.
+
+    Raises:
+        ValueError: the model has no MTP head, or fewer tokens than a node has children.
+    """
     tree = as_tree(tree)
     if tree.depth_max == 0:
         return drafters.NoDrafter()
-    return drafters.MTPDrafter.from_tree(tree)
+    if not config.mtp_num_hidden_layers:
+        raise ValueError(
+            "drafter None: the model has no MTP head; allowed are tree 'none', or a "
+            "drafter of its own"
+        )
+    drafter = drafters.MTPDrafter.from_tree(tree)
+    if drafter.rank_max > config.vocab_size:
+        raise ValueError(
+            f"tree: a node has {drafter.rank_max} children; allowed are at most the "
+            f"{config.vocab_size} tokens of the vocabulary"
+        )
+    return drafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +239,7 @@ def _read(state: loop.LoopState, sizes: dict[str, int]) -> Generation:
         for row, size in enumerate(state.tree.size.tolist())
     ]
     return Generation(
-        token_ids=[row[:upto].tolist() for row, upto in zip(tokens, emitted, strict=True)],
+        token_ids=[row[:m].tolist() for row, m in zip(tokens, emitted, strict=True)],
         accept_lengths=[[a for a in row if a > 0] for row in lengths],
         cut=state.cut.tolist(),
         steps=steps,
@@ -240,7 +254,9 @@ def _lifecycle(commit, state_dtype, impl):
     return commit_lib.by_name(commit, state_dtype=state_dtype, impl=impl)
 
 
-def _check_prompts(prompts, vocab_size: int) -> list[list[int]]:
+def check_prompts(
+    prompts: Sequence[int] | Sequence[Sequence[int]], vocab_size: int
+) -> list[list[int]]:
     """Return the prompts as rows of ids, or say which one is wrong."""
     prompts = list(prompts)
     if not prompts:
@@ -253,12 +269,16 @@ def _check_prompts(prompts, vocab_size: int) -> list[list[int]]:
         outside = [i for i in row if not 0 <= i < vocab_size]
         if outside:
             raise ValueError(
-                f"prompts[{number}] holds id {outside[0]}: allowed are 0 to {vocab_size - 1}"
+                f"prompts[{number}] holds id {outside[0]}: "
+                f"allowed are 0 to {vocab_size - 1}"
             )
     return rows
 
 
-def _check_budget(rows, max_new_tokens: int, max_position: int) -> None:
+def check_budget(
+    rows: Sequence[Sequence[int]], max_new_tokens: int, max_position: int
+) -> None:
+    """Raise ValueError unless every row and its budget fit the context."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be 1 or more")
     longest = max(map(len, rows))
@@ -282,7 +302,9 @@ def _capacity(rows, max_new_tokens: int, max_position: int) -> int:
 
 def _pad(rows, config):
     """Right-pad the prompts to their bucket; returns tokens and lengths."""
-    tokens = np.zeros((len(rows), _bucket(rows, config.max_position_embeddings)), np.int32)
+    tokens = np.zeros(
+        (len(rows), _bucket(rows, config.max_position_embeddings)), np.int32
+    )
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = row
     return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32)

@@ -5,28 +5,28 @@
 runs the prompts and emits the first token.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from treewy_jax import accept, drafters
+from treewy_jax import accept, drafters, pytree
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
 
 
+@runtime_checkable
 class Target(Protocol):
     """A model as the loop sees it, bound to its parameters and a lifecycle."""
 
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int
     ) -> tuple[Float[Array, "B T H"], Any]:
-        """Run right-padded prompts; returns final-normed hidden states and the cache."""
+        """Run right-padded prompts; returns final-normed hidden states and a cache."""
 
     def verify(
         self, cache: Any, tree: tree_lib.DraftTree
@@ -54,8 +54,7 @@ class Rules(NamedTuple):
     key: PRNGKeyArray
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree.dataclass
 class LoopState:
     """Everything that changes from step to step.
 
@@ -90,7 +89,7 @@ class LoopState:
 
 def step(
     target: Target,
-    drafter: drafters.Drafter,
+    drafter: drafters.BoundDrafter,
     state: LoopState,
     rules: Rules,
     sampling: sampling_lib.Sampling,

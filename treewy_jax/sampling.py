@@ -1,4 +1,4 @@
-"""Turn target logits into a token: temperature, top-k, top-p, and reproducible draws."""
+"""Turn target logits into a token: temperature, top-k, top-p, reproducible draws."""
 
 import dataclasses
 import math

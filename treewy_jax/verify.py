@@ -146,9 +146,7 @@ def choose(spec: specs.Spec, impl: str | None = None) -> Choice:
     Raises ValueError for an unknown name, NotImplementedError for a named
     implementation that does not support the call.
     """
-    if impl is not None and impl != "auto" and impl not in IMPLEMENTATIONS:
-        allowed = ", ".join(["auto", *IMPLEMENTATIONS])
-        raise ValueError(f"impl is {impl!r}; allowed: {allowed}")
+    check_impl(impl)
     if impl == "reference":
         return Choice("reference", "")
     platform = specs.target_platform()
@@ -166,6 +164,13 @@ def choose(spec: specs.Spec, impl: str | None = None) -> Choice:
             return Choice(name, "")
         refusals.append(f"{name} {reason}")
     return Choice("reference", "; ".join(refusals))
+
+
+def check_impl(impl: str | None) -> None:
+    """Raise ValueError unless `impl` names an implementation, or is None or "auto"."""
+    if impl not in (None, "auto", *IMPLEMENTATIONS):
+        allowed = ", ".join(["auto", *IMPLEMENTATIONS])
+        raise ValueError(f"impl is {impl!r}; allowed: {allowed}")
 
 
 def explain(spec: specs.Spec, impl: str | None = None) -> str:
@@ -214,6 +219,7 @@ def _take(x, node, dtype):
     return jnp.take_along_axis(x, index, axis=1)[:, 0].astype(dtype)
 
 
+@typing.no_type_check
 def reconstruct(
     state: Float[Array, "B Hv Dv Dk"],
     k: Float[Array, "B n Hk Dk"],

@@ -16,7 +16,7 @@ from treewy_jax import attention
 
 
 class GatedAttention(nnx.Module):
-    """One attention mixer with the three ways of running it: prefill, decode, verify."""
+    """One attention mixer, run in three ways: prefill, decode, verify."""
 
     def __init__(self, config: config_lib.Qwen3_5Config, *, dtype, rngs):
         size, dim = config.hidden_size, config.head_dim
@@ -33,7 +33,7 @@ class GatedAttention(nnx.Module):
     def prefill(
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T H"], tuple[Array, Array]]:
-        """Attend causally; returns the mixed rows and the keys and values of all rows."""
+        """Attend causally; returns the mixed rows, and keys and values of all rows."""
         q, gate, k, v = self.project(x, positions)
         return self.output(attention.causal(q, k, v), gate), (k, v)
 
@@ -48,9 +48,9 @@ class GatedAttention(nnx.Module):
     ) -> tuple[Float[Array, "B n H"], tuple[Array, Array]]:
         """Attend each node to the prefix and, by `mask`, to its ancestors-or-self.
 
-        `earlier` are keys and values of nodes run before (drafting goes level by level);
-        they come first among the m columns of `mask`. Returns the mixed rows and the keys
-        and values of all m nodes, which commit will move.
+        `earlier` are keys and values of nodes run before (drafting goes level by
+        level); they come first among the m columns of `mask`. Returns the mixed rows
+        and the keys and values of all m nodes, which commit will move.
         """
         q, gate, *rows = self.project(x, positions)
         if earlier is not None:
@@ -62,7 +62,7 @@ class GatedAttention(nnx.Module):
     def decode(
         self, x: Float[Array, "B H"], prefix: tuple[Array, Array], length: Array
     ) -> tuple[Float[Array, "B H"], tuple[Array, Array]]:
-        """Attend one token at position `length`; returns its row and the grown prefix."""
+        """Attend a token at position `length`; returns its row and the grown prefix."""
         alone = jnp.ones((x.shape[0], 1, 1), bool)
         y, rows = self.verify(x[:, None], length[:, None], prefix, length, alone)
         one = jnp.ones_like(length)

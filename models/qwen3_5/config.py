@@ -303,13 +303,17 @@ def _check_types(values: Mapping[str, Any]) -> None:
         if field.type is bool and type(value) is not bool:
             raise ValueError(f"{field.name} {value!r}: expected true or false")
         if field.type is float:
-            number = isinstance(value, int | float) and math.isfinite(value)
-            if not number or isinstance(value, bool) or value <= 0:
-                raise ValueError(f"{field.name} {value!r}: expected a number > 0")
+            _check_positive(field.name, value)
     for token in values["eos_token_ids"]:
         if type(token) is not int or not 0 <= token < values["vocab_size"]:
             limit = values["vocab_size"]
             raise ValueError(f"eos_token_ids {token!r}: expected ids in [0, {limit})")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise ValueError(f"{name} {value!r}: expected a number > 0")
 
 
 def _check_layout(config: Qwen3_5Config) -> None:

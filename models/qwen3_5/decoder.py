@@ -43,7 +43,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, h: Float[Array, "B T H"], mix: Callable
     ) -> tuple[Float[Array, "B T H"], tuple]:
-        """Run the layer with `mix(x) -> (y, kept)`; returns the rows and what it kept."""
+        """Run the layer around `mix(x) -> (y, kept)`; returns the rows and `kept`."""
         y, kept = mix(self.input_layernorm(h))
         h = h + y
         return h + self.mlp(self.post_attention_layernorm(h)), kept

@@ -92,7 +92,7 @@ class GatedDeltaNet(nnx.Module):
         window: Float[Array, "B W1 C"],
         state: Float[Array, "B Hv Dv Dk"],
     ) -> tuple[Float[Array, "B H"], tuple[Array, Array]]:
-        """Run one token by the recurrence; returns its row, the new window and state."""
+        """Run one token by the recurrence; returns its row, new window and state."""
         x = x[:, None]
         rows = self.in_proj_qkv(x)
         q, k, v = self._heads(conv.causal(rows, window, self.conv1d.weight[...]))
@@ -178,7 +178,7 @@ def l2_normalize(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
 
 
 def _initial_log_rate(rngs, heads: int) -> Float[Array, " heads"]:
-    """Decay rates spread over (0.05, 16), so heads start with memories long and short."""
+    """Decay rates spread over (0.05, 16): memories both long and short."""
     return jnp.log(jax.random.uniform(rngs.params(), heads, minval=0.05, maxval=16.0))
 
 

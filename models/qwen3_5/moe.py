@@ -1,4 +1,4 @@
-"""Mixture of experts: softmax over all, the top k renormalised, plus a gated shared one.
+"""Mixture of experts: the top k of a softmax, renormalised, plus a gated shared one.
 
 p = softmax(x W_gate);  y = sum_{e in top k} p_e / sum(p_top) * expert_e(x)
                             + sigmoid(x w_shared) * shared_expert(x)

@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import pathlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -208,10 +207,12 @@ class _Source:
 
 def _source(slot: Slot, names: _Names) -> _Source:
     """Choose between the slot's own tensor and one tensor per expert."""
-    stem = slot.key.rpartition(".")[0]
     if slot.rule.ours[:1] == ("experts",) and slot.key not in names.full:
-        if any(re.match(rf"{re.escape(stem)}\.\d", key) for key in names.full):
-            return _expert_source(slot, stem, names)
+        single = _expert_source(slot, names)
+        if any(
+            key.removeprefix(names.prefix) in names.full for key, _ in single.tensors
+        ):
+            return single
 
     def fill(out: Array, tensors: Iterator[Array]) -> None:
         out[...] = slot.rule.load(next(tensors))
@@ -219,8 +220,9 @@ def _source(slot: Slot, names: _Names) -> _Source:
     return _Source(slot, ((names.find(slot.key), slot.shape),), fill)
 
 
-def _expert_source(slot: Slot, stem: str, names: _Names) -> _Source:
+def _expert_source(slot: Slot, names: _Names) -> _Source:
     """Experts stored one by one, gate and up apart, each [out, in]."""
+    stem = slot.key.rpartition(".")[0]
     experts, rows, columns = slot.shape
     down = slot.path[-1] == "down_proj"
     parts = ("down_proj",) if down else ("gate_proj", "up_proj")

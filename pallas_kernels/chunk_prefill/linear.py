@@ -42,8 +42,8 @@ def _dot(spec: str, a: Array, b: Array) -> Array:
 
 def _einsum_forward(
     spec: str, dtype: jnp.dtype, out: jnp.dtype, a: Array, b: Array
-) -> tuple[Array, tuple[Array, Array, Array, Array]]:
-    # Empty arrays remember the operands' own types, which the gradients take.
+) -> tuple[Array, tuple]:
+    # Scalars remember the operands' own types, which the gradients take.
     types = (jnp.zeros((), a.dtype), jnp.zeros((), b.dtype))
     a, b = a.astype(dtype), b.astype(dtype)
     return _dot(spec, a, b).astype(out), (a, b, *types)
@@ -53,7 +53,7 @@ def _einsum_backward(
     spec: str,
     dtype: jnp.dtype,
     out: jnp.dtype,
-    kept: tuple[Array, Array, Array, Array],
+    kept: tuple,
     gradient: Array,
 ) -> tuple[Array, Array]:
     del out
@@ -163,15 +163,13 @@ def carry(
 
 def _carry_forward(
     decay: Array, erase: Array, write: Array, state: Array
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+) -> tuple[tuple[Array, Array], tuple]:
     before, last = carry(decay, erase, write, state)
-    # `write` is kept for its type alone; XLA drops the unused values.
+    # The scalar remembers the type of `write`.
     return (before, last), (decay, erase, before, jnp.zeros((), write.dtype))
 
 
-def _carry_backward(
-    kept: tuple[Array, ...], gradients: tuple[Array, Array]
-) -> tuple[Array, ...]:
+def _carry_backward(kept: tuple, gradients: tuple[Array, Array]) -> tuple[Array, ...]:
     decay, erase, before, write_type = kept
     grad_before, grad_last = gradients
 

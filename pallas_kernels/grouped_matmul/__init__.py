@@ -1,1 +1,1 @@
-"""Grouped matrix products: each row meets the weights of its own group (MoE experts)."""
+"""Grouped matrix products: each row meets its own group of weights (MoE experts)."""

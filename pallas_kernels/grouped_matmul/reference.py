@@ -13,8 +13,9 @@ def swiglu_experts(
     experts: Int[Array, "T K"],
     weights: Float[Array, "T K"],
 ) -> Float[Array, "T H"]:
-    """Return `sum_k weights[t, k] * down_e(silu(gate_e x_t) * up_e x_t)`, e = experts[t, k].
+    """Run every row through its K experts and add them up by weight.
 
+    y_t = sum_k weights[t, k] * down_e(silu(gate_e x_t) * up_e x_t), e = experts[t, k].
     `gate_up` holds the gate in its first half of columns and up in the second. Rows are
     sorted by expert, so that every expert's weights meet one contiguous group.
     """

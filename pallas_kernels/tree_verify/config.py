@@ -49,7 +49,8 @@ def heuristic(spec: specs.Spec, platform: str) -> Config:
         return Config(block_v=spec.value_dim)
     # float32 operands are split into bfloat16 pairs: twice the registers a column.
     widest = 32 if spec.precision == "high" or spec.nodes > 64 else 64
-    return Config(block_v=min(spec.value_dim, widest))
+    warps = 8 if spec.nodes > 64 else 4
+    return Config(block_v=min(spec.value_dim, widest), num_warps=warps)
 
 
 def tuned(spec: specs.Spec, device_kind: str) -> Config | None:

@@ -11,6 +11,7 @@
 from treewy_jax.drafters.mtp import MTPDrafter as MTPDrafter
 from treewy_jax.drafters.ngram import NgramDrafter as NgramDrafter
 from treewy_jax.drafters.nothing import NoDrafter as NoDrafter
+from treewy_jax.drafters.protocol import BoundDrafter as BoundDrafter
 from treewy_jax.drafters.protocol import Drafter as Drafter
 from treewy_jax.drafters.protocol import DraftHead as DraftHead
 from treewy_jax.drafters.scripted import ScriptedDrafter as ScriptedDrafter

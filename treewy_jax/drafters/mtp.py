@@ -10,13 +10,12 @@ target's hidden states, which overwrites what drafting only guessed.
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from treewy_jax import accept, attention
+from treewy_jax import accept, attention, pytree
 from treewy_jax import tree as tree_lib
 from treewy_jax.drafters import protocol
 
@@ -39,8 +38,7 @@ class MTPState(NamedTuple):
     tokens: Int[Array, "B n"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree.dataclass
 class MTPDrafter:
     """Tree drafting of a given topology; build it with `from_tree`.
 
@@ -58,7 +56,7 @@ class MTPDrafter:
     rank: Int[Array, " n"]
     ancestors: Bool[Array, "n n"]
     levels: tuple[Int[Array, " m"], ...]
-    rank_max: int = dataclasses.field(metadata=dict(static=True))
+    rank_max: int = pytree.static()
 
     @classmethod
     def from_tree(
@@ -122,7 +120,8 @@ class BoundMTPDrafter:
         batch, length = tokens.shape
         last = lengths[:, None] - 1
         at = jnp.arange(length)[None]
-        follow = jnp.where(at == last, next_token[:, None], jnp.roll(tokens, -1, axis=1))
+        shifted = jnp.roll(tokens, -1, axis=1)
+        follow = jnp.where(at == last, next_token[:, None], shifted)
         positions = jnp.broadcast_to(at, tokens.shape)
         m, kv = self.head.prefill(follow, hidden, positions)
         spare = ((0, 0), (0, capacity - length), (0, 0), (0, 0))
@@ -163,9 +162,7 @@ class BoundMTPDrafter:
         positions = state.length[:, None] + jnp.arange(rows)
         mask = jnp.broadcast_to(jnp.tri(rows, dtype=bool), (path.shape[0], rows, rows))
         prefix = (state.key, state.value)
-        m, kv = self.head.extend(
-            tokens, hidden, positions, prefix, state.length, mask
-        )
+        m, kv = self.head.extend(tokens, hidden, positions, prefix, state.length, mask)
         key, value = (
             attention.append(old, new, count, state.length)
             for old, new in zip(prefix, kv, strict=True)

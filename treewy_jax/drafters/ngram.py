@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from treewy_jax import accept
+from treewy_jax import accept, pytree
 from treewy_jax import tree as tree_lib
 
 
@@ -23,17 +23,16 @@ class NgramState(NamedTuple):
     tokens: Int[Array, "B n"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree.dataclass
 class NgramDrafter:
     """`branches` chains of `depth` tokens; `match` tokens are compared at most.
 
     Longer matches win, then later ones. Fewer branches than asked are padding.
     """
 
-    branches: int = dataclasses.field(default=2, metadata=dict(static=True))
-    depth: int = dataclasses.field(default=4, metadata=dict(static=True))
-    match: int = dataclasses.field(default=3, metadata=dict(static=True))
+    branches: int = pytree.static(default=2)
+    depth: int = pytree.static(default=4)
+    match: int = pytree.static(default=3)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -94,7 +93,7 @@ class NgramDrafter:
         return jnp.stack(chains), found
 
     def _match_length(self, text, length):
-        """How many tokens before and at each place equal those at the end of the text."""
+        """How many tokens up to each place equal those at the end of the text."""
         run = jnp.ones(text.shape[0], bool)
         total = jnp.zeros(text.shape[0], jnp.int32)
         for back in range(self.match):

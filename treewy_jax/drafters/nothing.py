@@ -1,14 +1,10 @@
 """The empty draft: every step verifies the root alone."""
 
-import dataclasses
-
-import jax
-
+from treewy_jax import pytree
 from treewy_jax import tree as tree_lib
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree.dataclass
 class NoDrafter:
     """Proposes the root and nothing below it: plain decoding through the same step."""
 

@@ -1,6 +1,6 @@
 """What the loop asks of a drafter, and what an MTP drafter asks of a model."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -8,15 +8,21 @@ from treewy_jax import accept
 from treewy_jax import tree as tree_lib
 
 
+@runtime_checkable
 class Drafter(Protocol):
-    """Proposes a tree each step; its state is a pytree it alone understands.
+    """What a caller chooses: a pytree whose topology and tables are data.
 
-    A drafter is itself a pytree: its topology and tables are data, so that another of
-    the same shape needs no new compilation.
+    Another one of the same shapes needs no new compilation.
     """
 
-    def bind(self, target: Any) -> "Drafter":
-        """Return a drafter that may use the target; called inside `jit`."""
+    def bind(self, target: Any) -> "BoundDrafter":
+        """Return the drafter joined to the target; called inside `jit`."""
+        ...
+
+
+@runtime_checkable
+class BoundDrafter(Protocol):
+    """Proposes a tree each step; its state is a pytree it alone understands."""
 
     def start(
         self,
@@ -31,7 +37,7 @@ class Drafter(Protocol):
     def propose(
         self, state: Any, root: Int[Array, " B"], base: Int[Array, " B"]
     ) -> tuple[tree_lib.DraftTree, Any]:
-        """Draft a tree below `root`, the newest token, which stands at position `base`."""
+        """Draft a tree below `root`, the newest token, at position `base`."""
 
     def update(
         self, state: Any, accepted: accept.Accepted, hidden: Float[Array, "B n H"]
@@ -39,6 +45,7 @@ class Drafter(Protocol):
         """Take in what the target accepted; `hidden` are the target's, node by node."""
 
 
+@runtime_checkable
 class DraftHead(Protocol):
     """A head that maps (next token, hidden state) pairs to hidden states further on."""
 

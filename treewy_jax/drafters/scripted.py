@@ -5,14 +5,13 @@ node a wrong one. A target that would write the text accepts exactly that path, 
 its length and through whichever child.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from treewy_jax import accept
+from treewy_jax import accept, pytree
 from treewy_jax import tree as tree_lib
 
 
@@ -24,22 +23,22 @@ class ScriptedState(NamedTuple):
     tokens: Int[Array, "B n"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree.dataclass
 class ScriptedDrafter:
     """Drafts `script` (each row's text after the prompt) in the shape of `tree`.
 
     Attributes:
         script: tokens; beyond its end the last one repeats.
         tree: the topology of every step.
-        goals: the node to accept down to at each step, used in turn; 0 accepts nothing.
+        goals: the node to accept down to, by row and step, used in turn; 0 accepts no
+            draft.
         vocab_size: static; wrong tokens stay below it.
     """
 
     script: Int[Array, "B S"]
     tree: tree_lib.DraftTree
-    goals: Int[Array, " G"]
-    vocab_size: int = dataclasses.field(metadata=dict(static=True))
+    goals: Int[Array, "B G"]
+    vocab_size: int = pytree.static()
 
     def bind(self, target):
         return self
@@ -52,9 +51,10 @@ class ScriptedDrafter:
     def propose(self, state: ScriptedState, root, base):
         """Put the text on the goal's path and wrong tokens elsewhere."""
         depth = self.tree.depth()
-        goal = self.goals[state.step % self.goals.shape[0]]
+        turn = (state.step % self.goals.shape[1])[:, None]
+        goal = jnp.take_along_axis(self.goals, turn, axis=1)
         ancestors = self.tree.ancestors(include_self=True)
-        on_path = jnp.take_along_axis(ancestors, goal[:, None, None], axis=1)[:, 0]
+        on_path = jnp.take_along_axis(ancestors, goal[..., None], axis=1)[:, 0]
         right = jax.vmap(lambda row, i: row[i])(
             self.script, jnp.minimum(state.told[:, None] + depth, self._last)
         )

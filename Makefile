@@ -1,0 +1,77 @@
+# make decode     set up, then decode a prompt with a draft tree (ARGS="..." for others)
+# make test       set up, then every check: style, import direction, tests
+# make lint       style and import direction only (make format mends the style)
+# make types      pyright
+# make notebooks  execute the notebooks of colab/
+# make clean      remove the environment, builds and caches
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+PROMPT ?= Tell me a story about a rabbit who has a lantern and lives near the river.
+ARGS ?= --tree 3,3,3 --prompt "$(PROMPT)"
+PIP = $(BIN)/python -m pip install -qq
+NOTEBOOKS = $(or $(wildcard colab/*.ipynb),$(error colab/ holds no notebook))
+
+# One thread per worker: two workers on two cores are faster than shared pools.
+TEST_ENV = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} OMP_NUM_THREADS=1 \
+	XLA_FLAGS="$${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false"
+
+# The first Python 3.12: by name, then among the versions of pyenv.
+IS_312 := import sys; sys.exit(sys.version_info[:2] != (3, 12))
+PYTHON312 = $(shell for python in $(PYTHON) python3.12 python3 python \
+	"$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python3; do \
+	if "$$python" -c '$(IS_312)' >/dev/null 2>&1; then echo "$$python"; break; fi; done)
+NO_PYTHON = No Python 3.12 found: JAX 0.11 needs it. Install it or say \
+	make $(MAKECMDGOALS) PYTHON=PATH
+
+.PHONY: help decode test lint format types notebooks clean
+help:
+	@sed -n 's/^# \(make \)/\1/p' Makefile
+
+decode: $(VENV)/core.done
+	$(BIN)/python scripts/decode.py $(ARGS)
+
+test: lint
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(VENV)/test.done
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+
+format: $(VENV)/test.done
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: $(VENV)/test.done
+	$(BIN)/pyright
+
+notebooks: $(VENV)/notebooks.done
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q \
+	-o addopts="" -o filterwarnings=default --nbmake --nbmake-timeout=300 $(NOTEBOOKS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+# Set-up. A stamp older than pyproject.toml means that the pins have changed.
+$(VENV)/venv.done:
+	$(or $(PYTHON312),$(error $(NO_PYTHON))) -m venv --clear $(VENV)
+	$(PIP) --upgrade "pip>=25.1"
+	@touch $@
+
+$(VENV)/core.done: pyproject.toml | $(VENV)/venv.done
+	$(PIP) -e . --group pins
+	@touch $@
+
+$(VENV)/test.done: pyproject.toml | $(VENV)/venv.done
+	$(PIP) -e . --group test --group lint
+	@touch $@ $(VENV)/core.done
+
+$(VENV)/notebooks.done: $(VENV)/test.done
+	$(PIP) -e ".[notebooks]" --group test
+	@touch $@

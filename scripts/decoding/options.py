@@ -1,0 +1,123 @@
+"""The options of decode.py: one dataclass, whose docstrings are the help."""
+
+import contextlib
+import dataclasses
+import io
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import rich.text
+import tyro
+
+DEFAULT_PROMPT = (
+    "Tell me a story about a rabbit who has a lantern and lives near the river."
+)
+
+# Messages of the parser, and what is said in their place.
+PLAINER = {
+    r"invalid literal for int\(\) with base 10: (.*)": r"\1 is no integer",
+    r"could not convert string to float: (.*)": r"\1 is no number",
+    r"(Unrecognized options: .*)": r"\1; allowed are those that --help lists",
+}
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Writes text by verifying trees of drafted tokens, and shows what that saved."""
+
+    tree: str = "3,3,3"
+    """Children of each node, level by level; none verifies the newest token alone."""
+    model: str = "tiny"
+    """The model that ships (tiny), or a Hugging Face folder of Qwen3.5."""
+    prompt: str | None = None
+    """What to answer, in the chat format if the tokenizer has one; else a story."""
+    prompt_file: pathlib.Path | None = None
+    """Read the prompt from a file; lines of --- part the prompts of a batch."""
+    prompt_ids: str | None = None
+    """The prompt as token ids, such as 1,2,3; taken as it is."""
+    raw: bool = False
+    """Continue the prompt as plain text, without the chat format."""
+    commit: str = "reconstruct"
+    """reconstruct rebuilds the accepted state; store-all keeps one for every node."""
+    max_new_tokens: int = 128
+    """Tokens to write at most, for each prompt."""
+    temperature: float = 0.0
+    """0 takes the most probable token; above 0 tokens are sampled."""
+    top_k: int = 0
+    """Sample among the k most probable tokens; 0: among all."""
+    top_p: float = 1.0
+    """Sample among the fewest tokens that have this probability together."""
+    seed: int = 0
+    """Of the samples: a draw depends on it, the prompt's number and the position."""
+    stream: bool = False
+    """Print text as it appears, some steps at a time."""
+    dtype: Dtype = "float32"
+    """Of weights and activations. Equality with plain decoding is exact in float32."""
+    state_dtype: Dtype | None = None
+    """Storage of the recurrent states; by default what the model's config says."""
+    impl: str = "auto"
+    """Implementation of verify; auto takes the fastest that runs here."""
+    drafter: Literal["mtp", "ngram"] = "mtp"
+    """mtp: the model's head. ngram: earlier text, a chain a node of level one."""
+    n_max: int = 64
+    """Largest number of nodes that a tree may have, the root included."""
+    compare: bool = False
+    """Decode without drafts as well and report the first difference, if any."""
+    json: pathlib.Path | None = None
+    """Write the result to this file."""
+    plot: pathlib.Path | None = None
+    """Draw accept lengths and memory into this file (needs matplotlib)."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line; `--help` prints and exits.
+
+    Raises:
+        ValueError: an unknown option, a value of the wrong type, or options that
+            exclude each other; one line.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            options = tyro.cli(
+                Options,
+                args=arguments,
+                prog="decode.py",
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+            )
+    except SystemExit as stop:
+        if stop.code == 0:
+            raise
+        raise ValueError(_one_line(printed.getvalue())) from None
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
+    """Refuse what neither the parser nor the library refuses."""
+    names = ("prompt", "prompt_file", "prompt_ids")
+    given = [name for name in names if getattr(options, name) is not None]
+    if len(given) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{flags}: only one of them is allowed")
+    if options.raw and options.prompt_ids is not None:
+        raise ValueError("--raw and --prompt-ids: ids are always taken as they are")
+    if options.n_max < 1:
+        raise ValueError(f"n_max={options.n_max}: must be 1 or more")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"seed={options.seed}: must lie in [0, 2**32)")
+
+
+def _one_line(box: str) -> str:
+    """Return the message of tyro's framed error, without its title and its advice."""
+    lines = rich.text.Text.from_ansi(box).plain.splitlines()
+    inner = [line.strip("│| \t") for line in lines if not line.startswith(("╭", "╰"))]
+    rule = next((i for i, line in enumerate(inner) if line.startswith("──")), None)
+    message = " ".join(filter(None, inner[:rule])).removeprefix("Error parsing ")
+    for pattern, plainer in PLAINER.items():
+        message = re.sub(pattern, plainer, message)
+    return message

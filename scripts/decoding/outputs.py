@@ -1,0 +1,160 @@
+"""The files that decode.py writes: checked before decoding, complete or not at all.
+
+The JSON result has these fields. Of one prompt they are plain; of several, those marked
+* are lists with a value for each prompt.
+
+    token_ids*, text*     the new tokens and their text (null without a tokenizer)
+    accept_lengths*       accepted drafts + 1, step by step
+    cut*                  the last of them was cut short by end of text or budget
+    steps                 target passes after the prompt
+    mean_accept_length    over all prompts, steps cut short left out; null without any
+    accept_length_histogram   {"1": steps, ...} of the same steps
+    seconds, tokens_per_second   wall time with compilation, and without warm-up
+    state_bytes           {scheme: {part: bytes}}; records of the unused one computed
+    tree                  nodes, and their parents
+    verify                which implementation ran, and why no faster one
+    device, versions, options
+    compare               with --compare: equal, differences (row, index, token,
+                          plain_token, logit_gap), near_tie, steps, seconds
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from scripts.decoding import compare, request, result, text
+from scripts.decoding import options as options_lib
+
+PACKAGES = ("treewy-jax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
+
+
+def check(options: options_lib.Options) -> None:
+    """Refuse paths that cannot be written, and a plot without matplotlib.
+
+    Raises:
+        ValueError: naming the option, its value and what is allowed.
+    """
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path is None:
+            continue
+        folder = path.parent
+        if not folder.is_dir():
+            raise ValueError(
+                f"{name} {path}: no folder {folder}; a file in a folder that exists "
+                "is allowed"
+            )
+        if path.is_dir() or not os.access(folder, os.W_OK):
+            raise ValueError(f"{name} {path}: a file that can be written is allowed")
+    if options.plot is not None:
+        _check_plot(options.plot)
+
+
+def _check_plot(path: pathlib.Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"plot {path}: allowed once matplotlib is installed")
+    from matplotlib import figure
+
+    known = figure.Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"plot {path}: allowed endings are {', '.join(known)}")
+
+
+def write(
+    found: result.Result, asked: request.Request, options: options_lib.Options
+) -> None:
+    """Write the files that were asked for."""
+    if options.json is not None:
+        document = json.dumps(as_json(found, asked, options), indent=1, allow_nan=False)
+        replace(options.json, lambda path: path.write_text(document + "\n", "utf-8"))
+    if options.plot is not None:
+        from scripts.decoding import plot
+
+        drawn = plot.draw(found, asked, options)
+        kind = options.plot.suffix[1:].lower()
+        replace(options.plot, lambda path: drawn.savefig(path, format=kind))
+
+
+def replace(path: pathlib.Path, save: Callable[[pathlib.Path], Any]) -> None:
+    """Let `save` write a file beside `path`, which takes its place once complete."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".decode-") as folder:
+        draft = pathlib.Path(folder, path.name)
+        save(draft)
+        os.replace(draft, path)
+
+
+def as_json(
+    found: result.Result, asked: request.Request, options: options_lib.Options
+) -> dict[str, Any]:
+    """Return the fields listed at the top of this module."""
+    generation, tokenizer = found.generation, asked.model.tokenizer
+    texts = [
+        None if tokenizer is None else text.decode(tokenizer, ids)
+        for ids in generation.token_ids
+    ]
+    rows = {
+        "token_ids": generation.token_ids,
+        "text": texts,
+        "accept_lengths": generation.accept_lengths,
+        "cut": generation.cut,
+    }
+    if len(asked.prompts) == 1:
+        rows = {name: values[0] for name, values in rows.items()}
+    lengths = generation.whole_accept_lengths
+    fields = rows | {
+        "steps": generation.steps,
+        "mean_accept_length": generation.mean_accept_length if lengths else None,
+        "accept_length_histogram": result.histogram(generation, asked),
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "state_bytes": result.state_bytes(generation, asked, options.commit),
+        "tree": {
+            "nodes": asked.tree.n_max,
+            "parents": np.asarray(asked.tree.parent).tolist(),
+        },
+        "verify": asked.verify,
+        "device": device(),
+        "versions": versions(),
+        "options": json.loads(json.dumps(dataclasses.asdict(options), default=str)),
+    }
+    if found.plain is not None:
+        fields["compare"] = _compared(found.plain)
+    return fields
+
+
+def _compared(plain: result.Plain) -> dict[str, Any]:
+    return {
+        "equal": not plain.differences,
+        "differences": [difference._asdict() for difference in plain.differences],
+        "near_tie": compare.NEAR_TIE,
+        "steps": plain.generation.steps,
+        "seconds": plain.seconds,
+    }
+
+
+def device() -> str:
+    """Return what the programs ran on."""
+    first = jax.devices()[0]
+    kind = first.device_kind
+    return kind if kind == first.platform else f"{first.platform}, {kind}"
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python and of the packages that matter here."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # run from a bare clone
+            found[name] = None
+    return found

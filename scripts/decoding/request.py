@@ -1,0 +1,108 @@
+"""What decode.py is asked to do, checked in full before anything is computed."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import models
+from pallas_kernels.tree_verify import spec as specs
+from scripts.decoding import options as options_lib
+from scripts.decoding import prompt
+from treewy_jax import commit as commit_lib
+from treewy_jax import drafters, sampling, verify
+from treewy_jax import generate as generation_lib
+from treewy_jax import tree as tree_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A model, prompts, and how to decode them.
+
+    Attributes:
+        tree: topology of what is verified each step.
+        dtype: of weights and activations.
+        state_dtype: storage of the recurrent states.
+        verify: one line, which implementation of verify runs and why no faster one.
+    """
+
+    model: Any
+    prompts: list[list[int]]
+    tree: tree_lib.DraftTree
+    drafter: drafters.Drafter
+    lifecycle: commit_lib.Lifecycle
+    sampling: sampling.Sampling
+    dtype: str
+    state_dtype: str
+    verify: str
+
+
+def prepare(options: options_lib.Options) -> Request:
+    """Load the model and check every option against it.
+
+    Raises:
+        ValueError: a wrong argument.
+        NotImplementedError: a legal one that does not work here.
+    """
+    chosen = sampling.Sampling(options.temperature, options.top_k, options.top_p)
+    widths = tree_lib.parse_widths(options.tree, options.n_max)
+    tree_lib.DraftTree.from_widths(widths, n_max=options.n_max)
+    commit_lib.by_name(options.commit)
+    texts = prompt.texts(options)
+    if options.stream and texts and len(texts) > 1:
+        raise ValueError(f"--stream: {len(texts)} prompts came; one is allowed")
+
+    show_bar = sys.stderr.isatty()
+    model = models.load(options.model, dtype=options.dtype, progress=show_bar)
+    prompts = prompt.token_ids(texts, model, options)
+    config = model.config
+    generation_lib.check_prompts(prompts, config.vocab_size)
+    generation_lib.check_budget(
+        prompts, options.max_new_tokens, config.max_position_embeddings
+    )
+    tree, drafter = _draft(widths, options, config)
+    state_dtype = options.state_dtype or config.mamba_ssm_dtype
+    impl = options.impl.replace("-", "_")
+    lifecycle = commit_lib.by_name(options.commit, state_dtype=state_dtype, impl=impl)
+    spec = _spec(config, tree, len(prompts), options.dtype, state_dtype)
+    explained = verify.explain(spec, impl)
+    if isinstance(lifecycle, commit_lib.StoreAll):
+        explained = "store-all runs the recurrence over the tree; verify is not used"
+    return Request(
+        model=model,
+        prompts=prompts,
+        tree=tree,
+        drafter=drafter,
+        lifecycle=lifecycle,
+        sampling=chosen,
+        dtype=options.dtype,
+        state_dtype=state_dtype,
+        verify=explained,
+    )
+
+
+def _draft(widths, options, config) -> tuple[tree_lib.DraftTree, drafters.Drafter]:
+    """Return the topology and the drafter that fills it."""
+    if widths and options.drafter == "ngram":
+        branches, depth = widths[0], len(widths)
+        chain = lambda first: [0, *range(first, first + depth - 1)]  # noqa: E731
+        starts = range(1, 1 + branches * depth, depth)
+        parents = [-1, *(parent for first in starts for parent in chain(first))]
+        tree = tree_lib.DraftTree.from_parents(parents)
+        return tree, drafters.NgramDrafter(branches=branches, depth=depth)
+    tree = tree_lib.DraftTree.from_widths(widths)
+    return tree, generation_lib.default_drafter(tree, config)
+
+
+def _spec(config, tree, batch, dtype, state_dtype) -> specs.Spec:
+    """Describe the call of verify that every step makes in each GDN layer."""
+    return specs.make_spec(
+        batch=batch,
+        nodes=tree.n_max,
+        depth=tree.depth_max,
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        input_dtype=dtype,
+        state_dtype=state_dtype,
+    )

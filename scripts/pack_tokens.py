@@ -1,0 +1,165 @@
+"""Packs text files into one array of uint16 tokens, source after source.
+
+    python scripts/pack_tokens.py --out pack --mix books.txt=100e6 tasks_syn.txt=20e6
+
+A source is a text file with `<|endoftext|>` lines between its documents and the number
+of bytes to take from it. The pack folder, as scripts/train.py reads it:
+
+    train.u16, val.u16   little-endian uint16; documents shuffled inside each source,
+                         every one followed by <|endoftext|>
+    meta.json            tokenizer, n_vocab, eot, train_tokens, val_tokens, sources:
+                         of each start, tokens, val_start, val_tokens (its place in
+                         the arrays), docs, bytes; so a trainer may weigh the sources
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import tokenizers
+import tyro
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER = pathlib.Path(__file__).parent / "data" / "tokenizer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to pack and how."""
+
+    mix: tuple[str, ...]
+    """FILE=BYTES, in the order of the pack."""
+    out: pathlib.Path
+    tokenizer: pathlib.Path = TOKENIZER
+    seed: int = 0
+    piece: int = 12000
+    """Longer documents are cut at paragraph borders to about this many characters."""
+    validation: float = 0.004
+    """Share of each source's documents that goes to val.u16."""
+
+
+@dataclasses.dataclass
+class Pack:
+    """Token arrays of all documents so far, and what meta.json says of each source."""
+
+    train: list[np.ndarray] = dataclasses.field(default_factory=list)
+    val: list[np.ndarray] = dataclasses.field(default_factory=list)
+    sources: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+
+
+def pieces(document: str, length: int) -> Iterator[str]:
+    """Cuts a document at a blank line, else a line end, else anywhere."""
+    while len(document) > 1.5 * length:
+        cut = document.find("\n\n", length)
+        if not 0 <= cut <= 1.4 * length:
+            cut = document.find("\n", length)
+        if not 0 <= cut <= 1.4 * length:
+            cut = length
+        yield document[:cut]
+        document = document[cut:].lstrip("\n")
+    yield document
+
+
+def read_documents(path: pathlib.Path, length: int) -> list[str]:
+    documents = path.read_text(encoding="utf-8").split(END_OF_TEXT + "\n")
+    return [
+        piece.strip("\n")
+        for document in documents
+        if document.strip()
+        for piece in pieces(document.strip("\n"), length)
+    ]
+
+
+def take(documents: list[str], size: float) -> list[str]:
+    """The first documents that reach `size` bytes of UTF-8."""
+    taken, total = [], 0
+    for document in documents:
+        if total >= size:
+            break
+        taken.append(document)
+        total += len(document.encode())
+    return taken
+
+
+def encode(
+    tokenizer: tokenizers.Tokenizer, documents: list[str], end: int
+) -> list[np.ndarray]:
+    encodings = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
+    return [np.array([*encoding.ids, end], np.uint16) for encoding in encodings]
+
+
+def length(arrays: list[np.ndarray]) -> int:
+    return sum(map(len, arrays))
+
+
+def add_source(pack: Pack, source: str, options: Options, tokenizer, rng) -> None:
+    """Shuffles, splits, encodes and appends one FILE=BYTES."""
+    path, size = parse_source(source)
+    documents = read_documents(path, options.piece)
+    rng.shuffle(documents)
+    held = max(1, int(len(documents) * options.validation))
+    taken = take(documents[held:], size)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    train = encode(tokenizer, taken, end)
+    val = encode(tokenizer, documents[:held], end)
+    pack.sources[path.name] = {
+        "start": length(pack.train),
+        "val_start": length(pack.val),
+        "bytes": sum(len(document.encode()) for document in taken),
+        "docs": len(taken),
+        "tokens": length(train),
+        "val_tokens": length(val),
+    }
+    pack.train += train
+    pack.val += val
+
+
+def parse_source(source: str) -> tuple[pathlib.Path, float]:
+    """Reads FILE=BYTES, or raises ValueError."""
+    path, _, size = source.rpartition("=")
+    try:
+        parsed = pathlib.Path(path), float(size)
+    except ValueError:
+        parsed = None
+    if not path or parsed is None or not parsed[0].is_file():
+        raise ValueError(f"mix: {source!r} is not FILE=BYTES with an existing file")
+    return parsed
+
+
+def write(pack: Pack, options: Options, tokenizer: tokenizers.Tokenizer) -> None:
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, arrays in {"train": pack.train, "val": pack.val}.items():
+        np.concatenate(arrays).astype("<u2").tofile(options.out / f"{name}.u16")
+    meta = {
+        "tokenizer": options.tokenizer.name,
+        "tokenizer_sha256": hashlib.sha256(options.tokenizer.read_bytes()).hexdigest(),
+        "n_vocab": tokenizer.get_vocab_size(),
+        "eot": tokenizer.token_to_id(END_OF_TEXT),
+        "train_tokens": length(pack.train),
+        "val_tokens": length(pack.val),
+        "sources": pack.sources,
+    }
+    (options.out / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def main(options: Options) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(options.tokenizer))
+    if tokenizer.get_vocab_size() > 2**16:
+        raise ValueError(f"tokenizer: {options.tokenizer} has more than 65536 tokens")
+    for source in options.mix:
+        parse_source(source)  # all of them, before the long work
+    rng, pack = random.Random(options.seed), Pack()
+    for source in options.mix:
+        add_source(pack, source, options, tokenizer, rng)
+        name, facts = list(pack.sources.items())[-1]
+        print(name, facts, flush=True)
+    write(pack, options, tokenizer)
+    print("train", length(pack.train), "val", length(pack.val))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,133 @@
+"""The model arranged for training, and its parameters as one flat dictionary.
+
+Parameters are kept in float32 under dotted names and rounded to the compute type at
+each step, all but those that the model itself keeps in float32.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from models.qwen3_5 import config as config_lib
+from models.qwen3_5 import model as model_lib
+from scripts.training import attention, loss
+
+Parameters = Mapping[str, Array]
+
+# Float32 in the model, too; the embedding is rounded where it is used.
+FLOAT32 = ("A_log", "dt_bias", "linear_attn.norm.weight", "embed_tokens.embedding")
+# Maps that write into the residual stream start smaller, by the depth of the model.
+RESIDUAL = ("out_proj.kernel", "o_proj.kernel", "down_proj.kernel")
+# Embedding gradients are summed over this many one-hot rows at a time.
+LOOKUP_ROWS = 8192
+
+
+class TrainableModel(model_lib.Qwen3_5):
+    """Qwen3.5 with a cheap embedding gradient, blocks unrolled, training attention."""
+
+    def __init__(self, config, *, rngs, compute_dtype, cudnn=False, remat=False):
+        super().__init__(config, rngs=rngs, dtype=jnp.float32)
+        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.cudnn, self.remat = cudnn, remat
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        """Look tokens up in the compute type."""
+        table = self.embed_tokens.embedding[...]
+        return loss.lookup(table, tokens, self.compute_dtype, LOOKUP_ROWS)
+
+    def forward(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        """Return hidden states after the final norm, every row T tokens long."""
+        h = self.embed(tokens)
+        graphdef, stacked = nnx.split(self.blocks)
+
+        def run(h, params):
+            return _block(nnx.merge(graphdef, params), h, cudnn=self.cudnn)
+
+        for i in range(self.config.num_blocks):
+            params = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
+            h = (jax.checkpoint(run) if self.remat else run)(h, params)
+        return self.norm(h)
+
+
+def _block(block, h: Array, *, cudnn: bool) -> Array:
+    """One super-block from an empty state; what it would keep is dropped."""
+    lengths = jnp.full(h.shape[0], h.shape[1], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(h.shape[1]), h.shape[:2])
+    *recurrent, attending = block.layers
+    for layer in recurrent:
+        h, _ = layer(h, lambda x, m=layer.linear_attn: m.prefill(x, lengths))
+    mixer = attending.self_attn
+
+    def attend(x):
+        q, gate, k, v = mixer.project(x, positions)
+        return mixer.output(attention.causal(q, (k, v), cudnn=cudnn), gate), ()
+
+    return attending(h, attend)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """How flat parameters become a module again; hashable, hence static in `jit`."""
+
+    graphdef: Any
+    treedef: Any
+    names: tuple[str, ...]
+
+    def module(self, params: Parameters, dtype: jnp.dtype | None = None) -> Any:
+        """Rebuild the module, rounding what is not in FLOAT32 to `dtype`."""
+        return nnx.merge(self.graphdef, self.state(params, dtype))
+
+    def state(self, params: Parameters, dtype: jnp.dtype | None = None) -> Any:
+        """Return the nnx state that the flat parameters stand for."""
+        leaves = [_round(name, params[name], dtype) for name in self.names]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def _round(name: str, value: Array, dtype: jnp.dtype | None) -> Array:
+    return value if dtype is None or name.endswith(FLOAT32) else value.astype(dtype)
+
+
+def structure(config: config_lib.Qwen3_5Config, **options) -> Structure:
+    """Describe a `TrainableModel` without making its arrays."""
+    model = nnx.eval_shape(lambda: TrainableModel(config, rngs=nnx.Rngs(0), **options))
+    graphdef, state = nnx.split(model)
+    names = tuple(flatten(state))
+    return Structure(graphdef, jax.tree.structure(state), names)
+
+
+def flatten(state: Any) -> dict[str, Array]:
+    """Return the leaves of an nnx state under dotted names, in tree order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {_name(path): leaf for path, leaf in leaves}
+
+
+def _name(path: tuple) -> str:
+    # The last key of a path is nnx's own (the value inside a variable).
+    keys = path[:-1] if isinstance(path[-1], jax.tree_util.GetAttrKey) else path
+    return ".".join(str(getattr(k, "key", getattr(k, "idx", None))) for k in keys)
+
+
+def initialise(config: config_lib.Qwen3_5Config, seed: int) -> dict[str, Array]:
+    """Return fresh float32 parameters by name."""
+
+    @jax.jit
+    def create(key):
+        model = model_lib.Qwen3_5(config, rngs=nnx.Rngs(key), dtype=jnp.float32)
+        params = flatten(nnx.state(model))
+        shrink = (2 * config.num_hidden_layers) ** -0.5
+        return {
+            name: leaf * shrink if name.endswith(RESIDUAL) else leaf
+            for name, leaf in params.items()
+        }
+
+    return create(jax.random.key(seed))
+
+
+def count(params: Parameters) -> int:
+    """Number of parameters."""
+    return sum(leaf.size for leaf in params.values())
