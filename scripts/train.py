@@ -24,7 +24,6 @@ from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import weights
 from scripts.training import (
     checkpoint,
-    data,
     evaluate,
     loop,
     optimizer,
@@ -32,6 +31,7 @@ from scripts.training import (
     step,
     trainable,
 )
+from scripts.training import data as data_lib
 
 # 14.8 M parameters; real head sizes, so that the kernels of the large models apply.
 TINY = config_lib.Qwen3_5Config(
@@ -141,7 +141,7 @@ class Options:
             dtype=jnp.dtype(self.dtype),
         )
 
-    def recipe(self, pack: data.Pack) -> dict[str, Any]:
+    def recipe(self, pack: data_lib.Pack) -> dict[str, Any]:
         """What a resumed run must share with the run that it continues."""
         names = ("batch", "length", "seed", "learning_rate", "tail", "mtp_only")
         names += ("mtp_weight", "mtp_labels", "dtype")
@@ -157,9 +157,11 @@ def run(options: Options, started: float | None = None) -> dict[str, Any]:
     """
     started = time.monotonic() if started is None else started
     options.check()
-    pack = data.read_pack(options.data)
+    pack = data_lib.read_pack(options.data)
     window = options.length + step.DEPTHS + 1
-    sampler = data.Sampler(pack, batch=options.batch, window=window, seed=options.seed)
+    sampler = data_lib.Sampler(
+        pack, batch=options.batch, window=window, seed=options.seed
+    )
     config, params = _model(options, pack)
     options.out.mkdir(parents=True, exist_ok=True)
     transform = optimizer.make(options.learning_rate, options.total_steps)
@@ -189,7 +191,7 @@ def _train(options, pack, config, params, transform, sampler, started):
         recipe=options.recipe(pack),
     )
     measure = evaluate.make_evaluate(structure, options.goal, min(16, options.batch))
-    windows = data.validation_windows(
+    windows = data_lib.validation_windows(
         pack, options.length + step.DEPTHS + 1, options.validation_windows
     )
     results: dict[str, Any] = {}
@@ -221,7 +223,7 @@ def _plan(options: Options, started: float) -> loop.Plan:
     )
 
 
-def _model(options: Options, pack: data.Pack):
+def _model(options: Options, pack: data_lib.Pack):
     """The configuration and the float32 parameters to start from."""
     if options.init:
         loaded = models_checkpoints.load(options.init, dtype="float32")
@@ -238,7 +240,7 @@ def _model(options: Options, pack: data.Pack):
     return config, trainable.initialise(config, options.seed)
 
 
-def _check_config(config: config_lib.Qwen3_5Config, pack: data.Pack) -> None:
+def _check_config(config: config_lib.Qwen3_5Config, pack: data_lib.Pack) -> None:
     if config.vocab_size != pack.vocab_size:
         raise ValueError(
             f"data has {pack.vocab_size} token ids; the model has {config.vocab_size}"
@@ -274,6 +276,7 @@ def _profile(options, config, params, transform, sampler) -> dict[str, Any]:
         "length": options.length,
         "parameters": trainable.count(params),
         "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        "check": profile.check(options.goal.dtype),
         "parts": parts,
         "steps": steps,
     }

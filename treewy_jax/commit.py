@@ -40,20 +40,25 @@ class Lifecycle(Protocol):
 
     def init(self, state: Float[Array, "B Hv Dv Dk"]) -> Any:
         """Wrap a plain state S."""
+        ...
 
     def verify(
         self, state: Any, inputs: Inputs, tree: tree_lib.DraftTree
     ) -> tuple[Float[Array, "B n Hv Dv"], Any]:
         """Return the outputs of all nodes and the records `commit` needs."""
+        ...
 
     def commit(self, state: Any, records: Any, accepted: accept.Accepted) -> Any:
         """Return the state after the accepted path; rows with count 0 keep theirs."""
+        ...
 
     def materialize(self, state: Any) -> Float[Array, "B Hv Dv Dk"]:
         """Return the plain state S."""
+        ...
 
     def nbytes(self, state: Any) -> int:
         """Return the bytes of the committed state (records not counted)."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +90,17 @@ class Reconstruct(_PlainState):
     """TreeWY as published: keep pseudo-values, rebuild the accepted state alone."""
 
     def verify(self, state, inputs, tree):
-        verified = verify_lib.verify(
-            *inputs, state, tree, impl=self.impl, precision=self.precision
-        )
-        records = (inputs.k, verified.pseudo_values, verified.log_decay)
+        q, k, v, log_decay, beta = inputs
+        options = {"impl": self.impl, "precision": self.precision}
+        verified = verify_lib.verify(q, k, v, log_decay, beta, state, tree, **options)
+        records = (k, verified.pseudo_values, verified.log_decay)
         return verified.output, records
 
     def commit(self, state, records, accepted):
-        return verify_lib.replay(state, *records, accepted.path, accepted.count)
+        k, pseudo_values, log_decay = records
+        return verify_lib.replay(
+            state, k, pseudo_values, log_decay, accepted.path, accepted.count
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +108,10 @@ class StoreAll(_PlainState):
     """The baseline every engine ships: a full state for each node, one of them kept."""
 
     def verify(self, state, inputs, tree):
-        output, states = recurrence.recurrent_tree(*inputs, state, tree)
+        q, k, v, log_decay, beta = inputs
+        output, states = recurrence.recurrent_tree(
+            q, k, v, log_decay, beta, state, tree
+        )
         return output.astype(inputs.q.dtype), states.astype(state.dtype)
 
     def commit(self, state, records, accepted):

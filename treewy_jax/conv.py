@@ -26,9 +26,8 @@ def causal(
     """Convolve a sequence: out_t = sum_w weight[:, w] row_{t-(W-1)+w}, in float32."""
     length = rows.shape[1]
     padded = jnp.concatenate([window.astype(rows.dtype), rows], axis=1)
-    taps = _wide(weight)
-    shifted = (_wide(padded[:, w : w + length]) for w in range(weight.shape[-1]))
-    return sum(part * taps[:, w] for w, part in enumerate(shifted))
+    width = weight.shape[-1]
+    return _weigh([padded[:, w : w + length] for w in range(width)], weight)
 
 
 def tree_windows(tree: tree_lib.DraftTree, width: int) -> Int[Array, "B n W"]:
@@ -54,9 +53,8 @@ def tree(
 ) -> Float[Array, "B n C"]:
     """Convolve every node with its ancestors' rows (`windows`: `tree_windows`)."""
     padded = jnp.concatenate([window.astype(rows.dtype), rows], axis=1)
-    taps = _wide(weight)
-    gathered = (_take(padded, windows[..., w]) for w in range(weight.shape[-1]))
-    return sum(_wide(part) * taps[:, w] for w, part in enumerate(gathered))
+    width = weight.shape[-1]
+    return _weigh([_take(padded, windows[..., w]) for w in range(width)], weight)
 
 
 def window_at(
@@ -83,5 +81,13 @@ def _take(rows: Float[Array, "B T C"], index: Int[Array, "B P"]) -> Float[Array,
     return jax.vmap(lambda row, i: row[i])(rows, index)
 
 
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+def _weigh(
+    inputs: list[Float[Array, "B T C"]], weight: Float[Array, "C W"]
+) -> Float[Array, "B T C"]:
+    """Weigh the W inputs of every row by the taps, oldest first, in float32."""
+    wide = jnp.promote_types(inputs[0].dtype, jnp.float32)
+    taps = weight.astype(wide)
+    total = inputs[0].astype(wide) * taps[:, 0]
+    for w, part in enumerate(inputs[1:], 1):
+        total += part.astype(wide) * taps[:, w]
+    return total

@@ -28,6 +28,7 @@ class Model(Protocol):
 
     def builder(self, lifecycle: commit_lib.Lifecycle) -> Callable[[Any], loop.Target]:
         """Return a hashable function from `params` to a `loop.Target`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +148,8 @@ def default_drafter(
         return drafters.NoDrafter()
     if not config.mtp_num_hidden_layers:
         raise ValueError(
-            "drafter None: the model has no MTP head; allowed are tree 'none', or a "
-            "drafter of its own"
+            "drafter 'mtp': the model has no MTP head; allowed are another drafter, "
+            "such as ngram, or tree none"
         )
     drafter = drafters.MTPDrafter.from_tree(tree)
     if drafter.rank_max > config.vocab_size:
@@ -258,11 +259,11 @@ def check_prompts(
     prompts: Sequence[int] | Sequence[Sequence[int]], vocab_size: int
 ) -> list[list[int]]:
     """Return the prompts as rows of ids, or say which one is wrong."""
-    prompts = list(prompts)
-    if not prompts:
+    given: list[Any] = list(prompts)
+    if not given:
         raise ValueError("prompts is empty: give at least one token id")
-    single = not hasattr(prompts[0], "__len__")
-    rows = [[int(i) for i in row] for row in ([prompts] if single else prompts)]
+    single = not hasattr(given[0], "__len__")
+    rows = [[int(i) for i in row] for row in ([given] if single else given)]
     for number, row in enumerate(rows):
         if not row:
             raise ValueError(f"prompts[{number}] is empty: give at least one token id")

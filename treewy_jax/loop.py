@@ -27,17 +27,21 @@ class Target(Protocol):
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int
     ) -> tuple[Float[Array, "B T H"], Any]:
         """Run right-padded prompts; returns final-normed hidden states and a cache."""
+        ...
 
     def verify(
         self, cache: Any, tree: tree_lib.DraftTree
     ) -> tuple[Float[Array, "B n H"], Any]:
         """Run every node of the tree over a cache that is only read."""
+        ...
 
     def logits(self, hidden: Float[Array, "B n H"]) -> Float[Array, "B n V"]:
         """Project hidden states to the vocabulary."""
+        ...
 
     def commit(self, cache: Any, records: Any, accepted: accept.Accepted) -> Any:
         """Return the cache after the accepted path."""
+        ...
 
 
 class Rules(NamedTuple):

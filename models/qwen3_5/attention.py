@@ -52,25 +52,22 @@ class GatedAttention(nnx.Module):
         level); they come first among the m columns of `mask`. Returns the mixed rows
         and the keys and values of all m nodes, which commit will move.
         """
-        q, gate, *rows = self.project(x, positions)
+        q, gate, k, v = self.project(x, positions)
         if earlier is not None:
-            both = zip(earlier, rows, strict=True)
-            rows = [jnp.concatenate(pair, axis=1) for pair in both]
-        mixed = attention.over_tree(q, prefix, tuple(rows), length, mask)
-        return self.output(mixed, gate), tuple(rows)
+            k = jnp.concatenate([earlier[0], k], axis=1)
+            v = jnp.concatenate([earlier[1], v], axis=1)
+        mixed = attention.over_tree(q, prefix, (k, v), length, mask)
+        return self.output(mixed, gate), (k, v)
 
     def decode(
         self, x: Float[Array, "B H"], prefix: tuple[Array, Array], length: Array
     ) -> tuple[Float[Array, "B H"], tuple[Array, Array]]:
         """Attend a token at position `length`; returns its row and the grown prefix."""
         alone = jnp.ones((x.shape[0], 1, 1), bool)
-        y, rows = self.verify(x[:, None], length[:, None], prefix, length, alone)
+        y, (k, v) = self.verify(x[:, None], length[:, None], prefix, length, alone)
         one = jnp.ones_like(length)
-        grown = tuple(
-            attention.append(cache, row, one, length)
-            for cache, row in zip(prefix, rows, strict=True)
-        )
-        return y[:, 0], grown
+        keys = attention.append(prefix[0], k, one, length)
+        return y[:, 0], (keys, attention.append(prefix[1], v, one, length))
 
     def project(
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"]

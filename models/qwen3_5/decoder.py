@@ -33,7 +33,7 @@ class DecoderLayer(nnx.Module):
         else:
             self.linear_attn = gated_delta_net.GatedDeltaNet(config, **options)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, **norm)
-        if config.is_moe:
+        if config.is_moe or config.intermediate_size is None:
             self.mlp = moe.MoE(config, **options)
         else:
             self.mlp = layers.MLP(

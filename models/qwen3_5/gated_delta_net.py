@@ -179,13 +179,15 @@ def l2_normalize(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
 
 def _initial_log_rate(rngs, heads: int) -> Float[Array, " heads"]:
     """Decay rates spread over (0.05, 16): memories both long and short."""
-    return jnp.log(jax.random.uniform(rngs.params(), heads, minval=0.05, maxval=16.0))
+    return jnp.log(
+        jax.random.uniform(rngs.params(), (heads,), minval=0.05, maxval=16.0)
+    )
 
 
 def _initial_dt_bias(rngs, heads: int) -> Float[Array, " heads"]:
     """Inverse softplus of steps spread log-uniformly over (1e-3, 1e-1)."""
     log_step = jax.random.uniform(
-        rngs.params(), heads, minval=jnp.log(1e-3), maxval=jnp.log(1e-1)
+        rngs.params(), (heads,), minval=jnp.log(1e-3), maxval=jnp.log(1e-1)
     )
     step = jnp.exp(log_step)
     return step + jnp.log(-jnp.expm1(-step))

@@ -131,11 +131,11 @@ def chunk_decays(log_decay: Float[Array, "N B Hk G C"]) -> Decays:
     """
     coarse = jax.lax.stop_gradient(jnp.round(log_decay * 16) / 16)
     parts = [jnp.cumsum(part, axis=-1) for part in (coarse, log_decay - coarse)]
-    between = sum(part[..., :, None] - part[..., None, :] for part in parts)
-    causal = jnp.tril(jnp.ones(between.shape[-2:], bool))
+    pairs = [part[..., :, None] - part[..., None, :] for part in parts]
+    causal = jnp.tril(jnp.ones(pairs[0].shape[-2:], bool))
     # Masked before exp: above the diagonal the differences are positive.
     return Decays(
-        between=jnp.exp(jnp.where(causal, between, -jnp.inf)),
+        between=jnp.exp(jnp.where(causal, sum(pairs), -jnp.inf)),
         start=jnp.exp(sum(parts)),
         end=jnp.exp(sum(part[..., -1:] - part for part in parts)),
         whole=jnp.exp(sum(part[..., -1] for part in parts)),

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from models import checkpoints
 from scripts.decoding import request, result
+from treewy_jax import commit
 
 # In float32 the two programs round differently; nearer ties than this may flip.
 NEAR_TIE = 1e-3
+PLAIN = commit.Reconstruct()
 
 
 def differences(
@@ -23,7 +26,8 @@ def differences(
         if ours == theirs:
             continue
         index = first_difference(ours, theirs)
-        gap = logit_gap(asked, [*asked.prompts[row], *ours[:index]])
+        tokens = [*asked.prompts[row], *ours[:index]]
+        gap = logit_gap(asked.model, tokens, asked.lifecycle)
         token, plain_token = (
             tokens[index] if index < len(tokens) else None for tokens in (ours, theirs)
         )
@@ -38,13 +42,17 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), same)
 
 
-def logit_gap(asked: request.Request, tokens: Sequence[int]) -> float:
+def logit_gap(
+    model: checkpoints.Model,
+    tokens: Sequence[int],
+    lifecycle: commit.Lifecycle = PLAIN,
+) -> float:
     """Return the target's best logit after `tokens` less its second best."""
     padded = np.zeros((1, 1 << (len(tokens) - 1).bit_length()), np.int32)
     padded[0, : len(tokens)] = tokens
-    build = asked.model.builder(asked.lifecycle)
+    build = model.builder(lifecycle)
     length = jnp.full(1, len(tokens), jnp.int32)
-    best = _top_two(build, asked.model.params, jnp.asarray(padded), length)
+    best = _top_two(build, model.params, jnp.asarray(padded), length)
     return float(best[0] - best[1])
 
 

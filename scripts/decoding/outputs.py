@@ -19,23 +19,17 @@ The JSON result has these fields. Of one prompt they are plain; of several, thos
 """
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import os
 import pathlib
-import platform
-import tempfile
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
+from scripts import reporting
 from scripts.decoding import compare, request, result, text
 from scripts.decoding import options as options_lib
-
-PACKAGES = ("treewy-jax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 
 def check(options: options_lib.Options) -> None:
@@ -75,22 +69,16 @@ def write(
 ) -> None:
     """Write the files that were asked for."""
     if options.json is not None:
-        document = json.dumps(as_json(found, asked, options), indent=1, allow_nan=False)
-        replace(options.json, lambda path: path.write_text(document + "\n", "utf-8"))
+        fields = as_json(found, asked, options)
+        document = json.dumps(fields, indent=1, allow_nan=False) + "\n"
+        save = lambda path: path.write_text(document, "utf-8")  # noqa: E731
+        reporting.replace(options.json, save)
     if options.plot is not None:
         from scripts.decoding import plot
 
         drawn = plot.draw(found, asked, options)
         kind = options.plot.suffix[1:].lower()
-        replace(options.plot, lambda path: drawn.savefig(path, format=kind))
-
-
-def replace(path: pathlib.Path, save: Callable[[pathlib.Path], Any]) -> None:
-    """Let `save` write a file beside `path`, which takes its place once complete."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".decode-") as folder:
-        draft = pathlib.Path(folder, path.name)
-        save(draft)
-        os.replace(draft, path)
+        reporting.replace(options.plot, lambda path: drawn.savefig(path, format=kind))
 
 
 def as_json(
@@ -123,8 +111,8 @@ def as_json(
             "parents": np.asarray(asked.tree.parent).tolist(),
         },
         "verify": asked.verify,
-        "device": device(),
-        "versions": versions(),
+        "device": reporting.device(),
+        "versions": reporting.versions(),
         "options": json.loads(json.dumps(dataclasses.asdict(options), default=str)),
     }
     if found.plain is not None:
@@ -140,21 +128,3 @@ def _compared(plain: result.Plain) -> dict[str, Any]:
         "steps": plain.generation.steps,
         "seconds": plain.seconds,
     }
-
-
-def device() -> str:
-    """Return what the programs ran on."""
-    first = jax.devices()[0]
-    kind = first.device_kind
-    return kind if kind == first.platform else f"{first.platform}, {kind}"
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that matter here."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # run from a bare clone
-            found[name] = None
-    return found

@@ -6,7 +6,8 @@ import rich.text
 from rich import console as rich_console
 from rich import table
 
-from scripts.decoding import compare, outputs, request, result, text
+from scripts import reporting
+from scripts.decoding import compare, request, result, text
 from scripts.decoding import options as options_lib
 from treewy_jax import memory
 from treewy_jax import tree as tree_lib
@@ -33,7 +34,7 @@ def show(
     console.print()
     _last_tree(found, asked, console)
     console.print()
-    console.print(f"{asked.verify}; device: {outputs.device()}", markup=False)
+    console.print(f"{asked.verify}; device: {reporting.device()}", markup=False)
 
 
 def _texts(found, asked, console) -> None:

@@ -5,6 +5,8 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from scripts.training import step
@@ -48,7 +50,9 @@ class Checkpoints:
                 )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
         tree = self._manager.restore(newest, args=ocp.args.StandardRestore(abstract))
-        return step.State(**tree)
+        # Through the host: restored arrays are pinned to a device, which would
+        # compile the step a second time.
+        return step.State(**jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree))
 
     def close(self) -> None:
         """Release the manager's threads."""

@@ -104,8 +104,9 @@ class Sampler:
 
     def _choices(self, i: int) -> int:
         """Number of places where a window of source i can begin."""
-        if self._starts[i] is not None:
-            return len(self._starts[i])
+        starts = self._starts[i]
+        if starts is not None:
+            return len(starts)
         return max(0, self._pack.sources[i].tokens - self._window + 1)
 
     def _start(self, i: int, fraction: float) -> int:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from scripts.training import loss, step, trainable
 
 
+@functools.cache
 def make_evaluate(
     structure: trainable.Structure, goal: step.Objective, batch: int
 ) -> Callable:

@@ -60,7 +60,7 @@ def run(
     Step i always sees batch i, so a resumed run continues the same sequence.
     """
     first = int(state.step)
-    with _progress(plan.total, first) as progress:
+    with _Progress(plan.total, first) as progress:
         mark = (time.monotonic(), first)
         for i in range(first, plan.total):
             state, metrics = train(state, sampler.batch(i, tail=i >= plan.tail))
@@ -84,7 +84,7 @@ def run(
     return state, int(state.step) >= plan.total
 
 
-class _progress:
+class _Progress:
     """A rich progress bar on stderr that shows the loss and the rate."""
 
     def __init__(self, total: int, first: int):

@@ -68,10 +68,14 @@ def _rows(chunk, table: Array, *, want_gradient: bool):
     hidden, labels, weights = chunk
     table = table.astype(hidden.dtype)
     logits = dot("nh,vh->nv", hidden, table)
-    norm = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-    loss = jnp.sum(weights * (norm - chosen))
+    # The maximum by its index: each further reduction reads all logits once more.
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    top, chosen = (
+        jnp.take_along_axis(logits, index[:, None], axis=-1)[:, 0]
+        for index in (best, labels)
+    )
+    norm = top + jnp.log(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1))
+    loss = jnp.sum(weights * (norm - chosen))
     if not want_gradient:
         return loss, best, None, None
     hit = labels[:, None] == jnp.arange(table.shape[0])

@@ -1,5 +1,7 @@
 """AdamW on float32 parameters: decay on matrices only, warm-up, then a cosine."""
 
+import functools
+
 import optax
 
 from scripts.training import trainable
@@ -8,6 +10,7 @@ WARMUP_STEPS = 150
 FINAL_SHARE = 0.02
 WEIGHT_DECAY = 0.1
 CLIP = 1.0
+MATRICES = ("kernel", "embedding", "gate_up_proj", "down_proj")
 
 
 def schedule(peak: float, total_steps: int) -> optax.Schedule:
@@ -22,6 +25,7 @@ def schedule(peak: float, total_steps: int) -> optax.Schedule:
     )
 
 
+@functools.cache
 def make(peak: float, total_steps: int) -> optax.GradientTransformation:
     """Return the optimiser for flat parameters: clip by the global norm, then AdamW."""
     return optax.chain(
@@ -38,4 +42,4 @@ def make(peak: float, total_steps: int) -> optax.GradientTransformation:
 
 def _is_matrix(params: trainable.Parameters) -> dict[str, bool]:
     # By name: the blocks are stacked, so a norm's weight has two dimensions, too.
-    return {name: name.endswith(("kernel", "embedding")) for name in params}
+    return {name: name.endswith(MATRICES) for name in params}

@@ -143,6 +143,7 @@ def _mean_loss(
     return value, best.reshape(hidden.shape[:2])
 
 
+@functools.cache
 def make_step(
     structure: trainable.Structure,
     transform: optax.GradientTransformation,

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -22,7 +23,7 @@ Parameters = Mapping[str, Array]
 # Float32 in the model, too; the embedding is rounded where it is used.
 FLOAT32 = ("A_log", "dt_bias", "linear_attn.norm.weight", "embed_tokens.embedding")
 # Maps that write into the residual stream start smaller, by the depth of the model.
-RESIDUAL = ("out_proj.kernel", "o_proj.kernel", "down_proj.kernel")
+RESIDUAL = ("out_proj.kernel", "o_proj.kernel", "down_proj.kernel", "down_proj")
 # Embedding gradients are summed over this many one-hot rows at a time.
 LOOKUP_ROWS = 8192
 
@@ -113,19 +114,33 @@ def _name(path: tuple) -> str:
 
 
 def initialise(config: config_lib.Qwen3_5Config, seed: int) -> dict[str, Array]:
-    """Return fresh float32 parameters by name."""
+    """Return fresh float32 parameters by name, the same on every machine.
 
-    @jax.jit
-    def create(key):
-        model = model_lib.Qwen3_5(config, rngs=nnx.Rngs(key), dtype=jnp.float32)
-        params = flatten(nnx.state(model))
-        shrink = (2 * config.num_hidden_layers) ** -0.5
-        return {
-            name: leaf * shrink if name.endswith(RESIDUAL) else leaf
-            for name, leaf in params.items()
-        }
+    Maps are normal with variance 1 / inputs. Decay rates (0.05 to 16) and step sizes
+    (1e-3 to 1e-1) spread, so that GDN heads begin with memories short and long.
+    """
+    model = nnx.eval_shape(lambda: model_lib.Qwen3_5(config, rngs=nnx.Rngs(0)))
+    random = np.random.default_rng(seed)
+    shrink = (2 * config.num_hidden_layers) ** -0.5
+    params = {}
+    for name, leaf in flatten(nnx.state(model)).items():
+        value = _initial(name, leaf.shape, random)
+        scale = shrink if name.endswith(RESIDUAL) else 1.0
+        params[name] = jnp.asarray(scale * value, jnp.float32)
+    return params
 
-    return create(jax.random.key(seed))
+
+def _initial(name: str, shape: tuple[int, ...], random: np.random.Generator):
+    if name.endswith("A_log"):
+        return np.log(random.uniform(0.05, 16, shape))
+    if name.endswith("dt_bias"):  # the inverse of softplus
+        return np.log(np.expm1(np.exp(random.uniform(*np.log((1e-3, 0.1)), shape))))
+    if name.endswith("conv1d.weight"):
+        return random.uniform(-1, 1, shape) * shape[-1] ** -0.5
+    if name.endswith("weight"):  # gains: all but GDN's are stored around 0
+        return np.full(shape, float(name.endswith("linear_attn.norm.weight")))
+    inputs = shape[-1] if name.endswith("embedding") else shape[-2]
+    return random.normal(size=shape) * inputs**-0.5
 
 
 def count(params: Parameters) -> int:

@@ -18,7 +18,7 @@ import tokenizers
 from rich import console as rich_console
 from safetensors import numpy as safetensors_numpy
 
-from scripts import decode
+from scripts import decode, reporting
 from scripts.decoding import (
     compare,
     options,
@@ -376,9 +376,9 @@ def test_a_file_is_replaced_only_when_complete(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        outputs.replace(path, fail)
+        reporting.replace(path, fail)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    outputs.replace(path, lambda draft: draft.write_text("new"))
+    reporting.replace(path, lambda draft: draft.write_text("new"))
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
@@ -532,7 +532,7 @@ def test_model_without_a_head_drafts_otherwise(model, elsewhere):
     tensors = safetensors_numpy.load_file(weights)
     kept = {key: x for key, x in tensors.items() if not key.startswith("mtp.")}
     safetensors_numpy.save_file(kept, weights)
-    words = "drafter 'mtp' no MTP head ngram --tree none"
+    words = "drafter 'mtp' no MTP head ngram tree none"
     assert_refused(["--model", "headless", *IDS], words, elsewhere)
     for other in (["--tree", "none"], ["--drafter", "ngram"]):
         prepared("--model", "headless", *IDS, *other)

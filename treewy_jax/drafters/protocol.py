@@ -33,16 +33,19 @@ class BoundDrafter(Protocol):
         capacity: int,
     ) -> Any:
         """Return the state after the prompt: `hidden` is the target's, final-normed."""
+        ...
 
     def propose(
         self, state: Any, root: Int[Array, " B"], base: Int[Array, " B"]
     ) -> tuple[tree_lib.DraftTree, Any]:
         """Draft a tree below `root`, the newest token, at position `base`."""
+        ...
 
     def update(
         self, state: Any, accepted: accept.Accepted, hidden: Float[Array, "B n H"]
     ) -> Any:
         """Take in what the target accepted; `hidden` are the target's, node by node."""
+        ...
 
 
 @runtime_checkable
@@ -56,6 +59,7 @@ class DraftHead(Protocol):
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T H"], tuple[Array, Array]]:
         """Run a whole prompt causally; returns outputs and KV rows."""
+        ...
 
     def extend(
         self,
@@ -68,6 +72,8 @@ class DraftHead(Protocol):
         earlier: tuple[Array, Array] | None = None,
     ) -> tuple[Float[Array, "B m H"], tuple[Array, Array]]:
         """Run m more rows over `length` prefix slots and the rows `mask` names."""
+        ...
 
     def logits(self, hidden: Float[Array, "B m H"]) -> Float[Array, "B m V"]:
         """Project outputs to the vocabulary."""
+        ...

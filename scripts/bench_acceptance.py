@@ -1,0 +1,216 @@
+"""How many tokens does a target pass yield? By tree and kind of prompt, on prompts80.
+
+    python scripts/bench_acceptance.py --trees 1,1,1 2,2,1 2,2,2 3,3,3
+
+Greedy, float32, chat format, the first turn of every prompt, stopped at end of text.
+Each tree's texts are also compared with plain decoding, token for token. Two figures
+stand side by side: all steps, and only those before a text first repeats one of its own
+6-grams, because a loop is easy to draft.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import tyro
+from rich import console as rich_console
+from rich import table as rich_table
+
+import models
+from models import checkpoints
+from scripts import reporting
+from scripts.decoding import compare, prompt
+from treewy_jax import generate as generation_lib
+
+PROMPTS = pathlib.Path(__file__).parent / "data" / "prompts80.jsonl"
+GRAM = 6
+RESAMPLES = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Measure acceptance on prompts80.
+
+    Attributes:
+        model: "tiny" or a folder.
+        trees: widths of each tree to measure.
+        max_new_tokens: budget of each prompt.
+        prompts: JSON lines with turns, category and source.
+        batch: prompts decoded together.
+        samples: texts kept of each category.
+        out: result file; by default under scripts/results, by device.
+    """
+
+    model: str = "tiny"
+    trees: tuple[str, ...] = ("1,1,1", "2,2,1", "2,2,2", "3,3,3")
+    max_new_tokens: int = 128
+    prompts: pathlib.Path = PROMPTS
+    batch: int = 80
+    samples: int = 3
+    out: pathlib.Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One prompt decoded with one tree; `lengths` are of steps not cut short."""
+
+    category: str
+    source: str
+    token_ids: list[int]
+    lengths: list[int]
+
+    @property
+    def unlooped(self) -> list[int]:
+        """The steps that end before the text repeats a 6-gram of its own."""
+        ends = 1 + np.cumsum(self.lengths)
+        kept = ends <= first_repeat(self.token_ids)
+        return [a for a, keep in zip(self.lengths, kept, strict=True) if keep]
+
+
+def main(options: Options) -> None:
+    """Decode every prompt with every tree, print a table, write the result file."""
+    model = models.load(options.model, dtype="float32", progress=sys.stderr.isatty())
+    entries = read_prompts(options.prompts)
+    ids = [encode(model, entry["turns"][0]) for entry in entries]
+    plain, _ = decode(model, ids, "none", options)
+    trees, sampled = {}, None
+    for tree in options.trees:
+        written, seconds = decode(model, ids, tree, options)
+        rows = [
+            Row(entry["category"], entry["source"], tokens, lengths[: len(lengths) - c])
+            for entry, (tokens, lengths, c) in zip(entries, written, strict=True)
+        ]
+        trees[tree] = measure(rows) | {
+            "seconds": seconds,
+            "lossless": lossless(model, ids, written, plain),
+        }
+        sampled = rows
+    fields = {
+        "method": __doc__,
+        "options": json.loads(json.dumps(dataclasses.asdict(options), default=str)),
+        "trees": trees,
+        "texts": texts(model, entries, sampled or [], options.samples),
+    }
+    path = options.out or reporting.result_path("acceptance")
+    reporting.write_result(path, fields)
+    show(trees)
+
+
+def read_prompts(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the prompts of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
+
+
+def encode(model: checkpoints.Model, text: str) -> list[int]:
+    """Return the ids of one user turn in the chat format."""
+    chat = prompt.CHAT.format(text)
+    return model.tokenizer.encode(chat, add_special_tokens=False).ids
+
+
+def decode(model, ids, tree, options) -> tuple[list[tuple], float]:
+    """Return (tokens, accept lengths, cut) of each prompt, and the seconds it took."""
+    begin, rows = time.perf_counter(), []
+    for first in range(0, len(ids), options.batch):
+        generation = generation_lib.generate(
+            model,
+            ids[first : first + options.batch],
+            tree=tree,
+            max_new_tokens=options.max_new_tokens,
+        )
+        parts = (generation.token_ids, generation.accept_lengths, generation.cut)
+        rows += zip(*parts, strict=True)
+    return rows, time.perf_counter() - begin
+
+
+def first_repeat(tokens: list[int], gram: int = GRAM) -> int:
+    """Return how many tokens come before the first 6-gram that occurred before ends."""
+    seen = set()
+    for end in range(gram, len(tokens) + 1):
+        piece = tuple(tokens[end - gram : end])
+        if piece in seen:
+            return end - 1
+        seen.add(piece)
+    return len(tokens)
+
+
+def lossless(model, ids, written, plain) -> dict[str, Any]:
+    """Compare with plain decoding; a difference counts where it was no near tie."""
+    found = []
+    for number, (row, other) in enumerate(zip(written, plain, strict=True)):
+        if row[0] == other[0]:
+            continue
+        place = compare.first_difference(row[0], other[0])
+        gap = compare.logit_gap(model, [*ids[number], *row[0][:place]])
+        found.append({"prompt": number, "token": place, "logit_gap": gap})
+    counted = sum(f["logit_gap"] > compare.NEAR_TIE for f in found)
+    return {"prompts": len(ids), "differences": found, "counted": counted}
+
+
+def measure(rows: list[Row]) -> dict[str, Any]:
+    """Return acceptance over all rows, by source and by category."""
+    groups = {"all": rows}
+    for name in ("source", "category"):
+        for value in sorted({getattr(row, name) for row in rows}):
+            groups[value] = [row for row in rows if getattr(row, name) == value]
+    return {name: summary(group) for name, group in groups.items()}
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """Return mean accept lengths with 95 % bootstrap intervals over prompts."""
+    fields: dict[str, Any] = {
+        "prompts": len(rows),
+        "tokens": sum(len(row.token_ids) for row in rows),
+    }
+    for name in ("lengths", "unlooped"):
+        steps = [getattr(row, name) for row in rows]
+        mean, interval = bootstrap(steps)
+        fields[name] = {
+            "mean": mean,
+            "interval": interval,
+            "steps": sum(map(len, steps)),
+        }
+    return fields
+
+
+def bootstrap(steps: list[list[int]]) -> tuple[float | None, list[float] | None]:
+    """Return the mean over all steps, and its interval when prompts are redrawn."""
+    sums, counts = (np.array([f(s) for s in steps], float) for f in (sum, len))
+    if not counts.sum():
+        return None, None
+    drawn = np.random.default_rng(0).integers(len(steps), size=(RESAMPLES, len(steps)))
+    means = sums[drawn].sum(1) / np.maximum(counts[drawn].sum(1), 1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return round(sums.sum() / counts.sum(), 4), [round(low, 3), round(high, 3)]
+
+
+def texts(model, entries, rows, samples) -> list[dict[str, Any]]:
+    """Return the first texts of each category, hand-written prompts first."""
+    kept: dict[str, list] = {}
+    pairs = zip(entries, rows, strict=True)
+    for entry, row in sorted(pairs, key=lambda pair: pair[1].source == "generated"):
+        group = kept.setdefault(row.category, [])
+        if len(group) < samples:
+            text = model.tokenizer.decode(row.token_ids)
+            group.append({"prompt": entry["turns"][0], "text": text})
+    return [{"category": name, "texts": group} for name, group in kept.items()]
+
+
+def show(trees: dict[str, dict]) -> None:
+    """Print mean accept lengths, all steps / before loops."""
+    groups = list(next(iter(trees.values())))[:-2]
+    table = rich_table.Table("tree", *groups, "differences")
+    for tree, fields in trees.items():
+        cells = [
+            f"{fields[g]['lengths']['mean']:.2f} / {fields[g]['unlooped']['mean']:.2f}"
+            for g in groups
+        ]
+        table.add_row(tree, *cells, str(fields["lossless"]["counted"]))
+    rich_console.Console().print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
