@@ -12,12 +12,12 @@ import dataclasses
 import json
 import pathlib
 import sys
-import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tyro
 from rich import console as rich_console
+from rich import progress as rich_progress
 from rich import table as rich_table
 
 import models
@@ -54,12 +54,9 @@ class Options:
     out: pathlib.Path | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One prompt decoded with one tree; `lengths` are of steps not cut short."""
 
-    category: str
-    source: str
     token_ids: list[int]
     lengths: list[int]
 
@@ -76,28 +73,27 @@ def main(options: Options) -> None:
     model = models.load(options.model, dtype="float32", progress=sys.stderr.isatty())
     entries = read_prompts(options.prompts)
     ids = [encode(model, entry["turns"][0]) for entry in entries]
-    plain, _ = decode(model, ids, "none", options)
-    trees, sampled = {}, None
-    for tree in options.trees:
-        written, seconds = decode(model, ids, tree, options)
-        rows = [
-            Row(entry["category"], entry["source"], tokens, lengths[: len(lengths) - c])
-            for entry, (tokens, lengths, c) in zip(entries, written, strict=True)
-        ]
-        trees[tree] = measure(rows) | {
-            "seconds": seconds,
-            "lossless": lossless(model, ids, written, plain),
-        }
-        sampled = rows
-    fields = {
-        "method": __doc__,
-        "options": json.loads(json.dumps(dataclasses.asdict(options), default=str)),
-        "trees": trees,
-        "texts": texts(model, entries, sampled or [], options.samples),
+    console = rich_console.Console(stderr=True)
+    trees = ("none", *options.trees)
+    written = {
+        tree: decode(model, ids, tree, options)
+        for tree in rich_progress.track(trees, "decoding", console=console)
+    }
+    plain = written.pop("none")
+    found = {
+        tree: measure(entries, rows) | {"lossless": lossless(model, ids, rows, plain)}
+        for tree, rows in written.items()
     }
     path = options.out or reporting.result_path("acceptance")
+    names = {"prompts": options.prompts.name, "out": path.name}
+    fields = {
+        "method": __doc__,
+        "options": dataclasses.asdict(options) | names,
+        "trees": found,
+        "texts": texts(model, entries, plain, options.samples),
+    }
     reporting.write_result(path, fields)
-    show(trees)
+    show(found)
 
 
 def read_prompts(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -111,9 +107,9 @@ def encode(model: checkpoints.Model, text: str) -> list[int]:
     return model.tokenizer.encode(chat, add_special_tokens=False).ids
 
 
-def decode(model, ids, tree, options) -> tuple[list[tuple], float]:
-    """Return (tokens, accept lengths, cut) of each prompt, and the seconds it took."""
-    begin, rows = time.perf_counter(), []
+def decode(model, ids, tree, options) -> list[Row]:
+    """Decode every prompt, `options.batch` of them together."""
+    rows = []
     for first in range(0, len(ids), options.batch):
         generation = generation_lib.generate(
             model,
@@ -122,8 +118,9 @@ def decode(model, ids, tree, options) -> tuple[list[tuple], float]:
             max_new_tokens=options.max_new_tokens,
         )
         parts = (generation.token_ids, generation.accept_lengths, generation.cut)
-        rows += zip(*parts, strict=True)
-    return rows, time.perf_counter() - begin
+        for tokens, lengths, cut in zip(*parts, strict=True):
+            rows.append(Row(tokens, lengths[: len(lengths) - cut]))
+    return rows
 
 
 def first_repeat(tokens: list[int], gram: int = GRAM) -> int:
@@ -137,25 +134,26 @@ def first_repeat(tokens: list[int], gram: int = GRAM) -> int:
     return len(tokens)
 
 
-def lossless(model, ids, written, plain) -> dict[str, Any]:
+def lossless(model, ids, rows: list[Row], plain: list[Row]) -> dict[str, Any]:
     """Compare with plain decoding; a difference counts where it was no near tie."""
     found = []
-    for number, (row, other) in enumerate(zip(written, plain, strict=True)):
-        if row[0] == other[0]:
+    for number, (row, other) in enumerate(zip(rows, plain, strict=True)):
+        if row.token_ids == other.token_ids:
             continue
-        place = compare.first_difference(row[0], other[0])
-        gap = compare.logit_gap(model, [*ids[number], *row[0][:place]])
+        place = compare.first_difference(row.token_ids, other.token_ids)
+        gap = compare.logit_gap(model, [*ids[number], *row.token_ids[:place]])
         found.append({"prompt": number, "token": place, "logit_gap": gap})
-    counted = sum(f["logit_gap"] > compare.NEAR_TIE for f in found)
+    counted = sum(difference["logit_gap"] > compare.NEAR_TIE for difference in found)
     return {"prompts": len(ids), "differences": found, "counted": counted}
 
 
-def measure(rows: list[Row]) -> dict[str, Any]:
+def measure(entries: list[dict], rows: list[Row]) -> dict[str, Any]:
     """Return acceptance over all rows, by source and by category."""
     groups = {"all": rows}
     for name in ("source", "category"):
-        for value in sorted({getattr(row, name) for row in rows}):
-            groups[value] = [row for row in rows if getattr(row, name) == value]
+        for value in sorted({entry[name] for entry in entries}):
+            pairs = zip(entries, rows, strict=True)
+            groups[value] = [row for entry, row in pairs if entry[name] == value]
     return {name: summary(group) for name, group in groups.items()}
 
 
@@ -187,12 +185,12 @@ def bootstrap(steps: list[list[int]]) -> tuple[float | None, list[float] | None]
     return round(sums.sum() / counts.sum(), 4), [round(low, 3), round(high, 3)]
 
 
-def texts(model, entries, rows, samples) -> list[dict[str, Any]]:
-    """Return the first texts of each category, hand-written prompts first."""
+def texts(model, entries, rows: list[Row], samples: int) -> list[dict[str, Any]]:
+    """Return the first texts of each category, those of hand-written prompts first."""
     kept: dict[str, list] = {}
     pairs = zip(entries, rows, strict=True)
-    for entry, row in sorted(pairs, key=lambda pair: pair[1].source == "generated"):
-        group = kept.setdefault(row.category, [])
+    for entry, row in sorted(pairs, key=lambda pair: pair[0]["source"] == "generated"):
+        group = kept.setdefault(entry["category"], [])
         if len(group) < samples:
             text = model.tokenizer.decode(row.token_ids)
             group.append({"prompt": entry["turns"][0], "text": text})
@@ -201,7 +199,8 @@ def texts(model, entries, rows, samples) -> list[dict[str, Any]]:
 
 def show(trees: dict[str, dict]) -> None:
     """Print mean accept lengths, all steps / before loops."""
-    groups = list(next(iter(trees.values())))[:-2]
+    found = next(iter(trees.values()))
+    groups = [name for name, value in found.items() if "lengths" in value]
     table = rich_table.Table("tree", *groups, "differences")
     for tree, fields in trees.items():
         cells = [

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from treewy_jax import typing
+
 
 def causal(
     q: Float[Array, "B T heads D"],
@@ -29,9 +31,9 @@ def over_tree(
 ) -> Float[Array, "B m heads D"]:
     """Attend m queries to the first `length` prefix slots and to the nodes in `mask`.
 
-    One softmax over both parts, in float32; query head j uses key head
-    j // (heads // kv). `mask` is ancestor-or-self. Slots outside the two masks may hold
-    anything, NaN included.
+    One softmax over both parts, in float32, or float64 for float64 inputs; query head j
+    uses key head j // (heads // kv). `mask` is ancestor-or-self. Slots outside the two
+    masks may hold anything, NaN included.
     """
     batch, m, heads, dim = q.shape
     grouped = q.reshape(batch, m, prefix[0].shape[2], -1, dim)
@@ -77,13 +79,13 @@ def append(
 
 
 def _scores(grouped, keys, mask):
-    """q.k in float32, minus infinity where masked: [B, kv, group, m, slots]."""
+    """q.k in float32 or more, minus infinity where masked: [B, kv, group, m, slots]."""
     scores = jnp.einsum(
         "bmkgd,bskd->bkgms",
         grouped,
         keys,
         precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=typing.accumulation_dtype(grouped.dtype, keys.dtype),
     )
     return jnp.where(mask[:, None, None], scores, -jnp.inf)
 
@@ -96,5 +98,5 @@ def _mix(weights, values, used):
         weights.astype(values.dtype),
         values,
         precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=typing.accumulation_dtype(values.dtype),
     )

@@ -16,6 +16,8 @@ class Sampling:
         temperature: logits are divided by it; 0 picks the argmax.
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set whose probability reaches it; 1 keeps all.
+
+    Tokens as probable as the last one kept stay too.
     """
 
     temperature: float = 0.0
@@ -39,7 +41,10 @@ def distribution(
     logits: Float[Array, "*B V"], sampling: Sampling
 ) -> Float[Array, "*B V"]:
     """Return the log-probabilities (unnormalised) that a draw uses, float32."""
-    scaled = logits.astype(jnp.float32) / sampling.temperature
+    logits = logits.astype(jnp.float32)
+    # Below zero throughout, a tiny temperature drives logits to -inf and never to inf.
+    below_best = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = below_best / max(sampling.temperature, float(jnp.finfo(jnp.float32).tiny))
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = jax.lax.top_k(scaled, sampling.top_k)[0][..., -1:]
         scaled = jnp.where(scaled < kth, -jnp.inf, scaled)

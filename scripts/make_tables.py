@@ -1,0 +1,98 @@
+"""Print the tables of the README and the model card from the result files.
+
+    python scripts/make_tables.py
+
+tests/test_readme.py fails when those pages do not hold exactly these.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+from treewy_jax import memory
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return the fields of a result file, named by device and script."""
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def acceptance() -> str:
+    """Tokens a target pass on prompts80: all steps / before a text loops."""
+    fields = read("cpu/acceptance")["trees"]
+    groups = ("all", "handwritten", "generated")
+
+    def cell(summary: dict[str, Any]) -> str:
+        mean, unlooped = summary["lengths"]["mean"], summary["unlooped"]["mean"]
+        return f"{mean:.2f} / {unlooped:.2f}"
+
+    rows = [
+        [f"`{tree}`", str(nodes(tree)), *(cell(found[g]) for g in groups)]
+        for tree, found in fields.items()
+    ]
+    return markdown(["tree", "nodes", *groups], rows)
+
+
+def nodes(tree: str) -> int:
+    """Return the nodes of a tree by widths, the root included."""
+    total = level = 1
+    for width in map(int, tree.split(",")):
+        level *= width
+        total += level
+    return total
+
+
+def validation() -> str:
+    """Losses of the shipped model, and how often its head names the target's choice."""
+    whole, head = read("nvidia-h200/training")["stages"]
+    rows = [
+        [
+            source,
+            f"{whole['validation'][source]['ce']:.3f}",
+            *(f"{100 * found[f'top{k}_{d}']:.1f}" for d in (1, 2, 3) for k in (1, 3)),
+        ]
+        for source, found in head["validation"].items()
+    ]
+    agree = [f"draft {d}, top {k} %" for d in (1, 2, 3) for k in (1, 3)]
+    return markdown(["source", "cross-entropy", *agree], rows)
+
+
+def memory_a_sequence() -> str:
+    """Recurrent states held for one sequence during a verification, in MiB."""
+    from models.qwen3_5 import published
+
+    rows = []
+    for name in ("qwen3.5-35b-a3b", "qwen3.5-397b-a17b"):
+        shape = memory.Shape.from_config(published.get(name))
+        for dtype in ("bfloat16", "float32"):
+            one = memory.state_bytes(shape, dtype) / 2**20
+            stored = [f"{one * n:,.0f}" for n in (4, 15, 40)]
+            rows.append([name, dtype, *stored, f"{one:,.0f}"])
+    header = [
+        "model",
+        "state",
+        "store-all `1,1,1`",
+        "`2,2,2`",
+        "`3,3,3`",
+        "TreeWY, any",
+    ]
+    return markdown(header, rows)
+
+
+TABLES = {
+    acceptance: "README.md",
+    memory_a_sequence: "README.md",
+    validation: "models/pretrained/tiny/README.md",
+}
+
+if __name__ == "__main__":
+    for table, page in TABLES.items():
+        print(f"{page}: {table.__doc__}\n\n{table()}\n")

@@ -1,0 +1,34 @@
+"""The README says what the result files say, and its Python runs."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from scripts import make_tables
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("table", make_tables.TABLES)
+def test_tables_are_those_of_the_result_files(table):
+    page = ROOT / make_tables.TABLES[table]
+    assert table() in page.read_text("utf-8")
+
+
+def test_another_result_would_fail(monkeypatch):
+    fields = make_tables.read("cpu/acceptance")
+    changed = json.loads(json.dumps(fields))
+    changed["trees"]["3,3,3"]["all"]["lengths"]["mean"] += 0.01
+    monkeypatch.setattr(make_tables, "read", lambda name: changed)
+    assert make_tables.acceptance() not in README
+
+
+def test_first_python_example_runs():
+    example = re.search(r"In Python:\n\n```python\n(.*?)```", README, re.S).group(1)
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["written"].mean_accept_length > 1
+    assert names["model"].tokenizer.decode(names["written"].token_ids[0]).strip()
