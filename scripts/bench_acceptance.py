@@ -198,16 +198,18 @@ def texts(model, entries, rows: list[Row], samples: int) -> list[dict[str, Any]]
 
 
 def show(trees: dict[str, dict]) -> None:
-    """Print mean accept lengths, all steps / before loops."""
-    found = next(iter(trees.values()))
-    groups = [name for name, value in found.items() if "lengths" in value]
-    table = rich_table.Table("tree", *groups, "differences")
-    for tree, fields in trees.items():
-        cells = [
-            f"{fields[g]['lengths']['mean']:.2f} / {fields[g]['unlooped']['mean']:.2f}"
-            for g in groups
-        ]
-        table.add_row(tree, *cells, str(fields["lossless"]["counted"]))
+    """Print mean accept lengths by group, all steps / before loops."""
+
+    def cell(found: dict[str, Any]) -> str:
+        means = (found[name]["mean"] for name in ("lengths", "unlooped"))
+        return " / ".join("none" if mean is None else f"{mean:.2f}" for mean in means)
+
+    table = rich_table.Table("prompts", *trees)
+    for group, found in next(iter(trees.values())).items():
+        if "lengths" in found:
+            table.add_row(group, *(cell(fields[group]) for fields in trees.values()))
+    differ = (str(fields["lossless"]["counted"]) for fields in trees.values())
+    table.add_row("differ from plain", *differ)
     rich_console.Console().print(table)
 
 

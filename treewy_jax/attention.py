@@ -1,7 +1,7 @@
 """The second kind of state: attention over a prefix cache plus a tree of new nodes.
 
 The keys and values of the tree stay outside the cache until commit, which moves those
-of the accepted path to the slots behind the prefix.
+of the accepted path to the slots behind the prefix (treewy_jax.slots).
 """
 
 import jax
@@ -50,32 +50,6 @@ def over_tree(
     over_prefix, over_nodes = jnp.split(weights, [filled.shape[1]], axis=-1)
     out = _mix(over_prefix, prefix[1], filled) + _mix(over_nodes, nodes[1], seen)
     return out.reshape(batch, m, heads, dim).astype(q.dtype)
-
-
-def commit(
-    cache: Float[Array, "B S kv D"],
-    rows: Float[Array, "B n kv D"],
-    path: Int[Array, "B P"],
-    count: Int[Array, " B"],
-    length: Int[Array, " B"],
-) -> Float[Array, "B S kv D"]:
-    """Write the rows of the first `count` nodes of `path` to slots `length` onward."""
-    chosen = jax.vmap(lambda row, i: row[i])(rows, path)
-    return append(cache, chosen, count, length)
-
-
-def append(
-    cache: Float[Array, "B S kv D"],
-    rows: Float[Array, "B P kv D"],
-    count: Int[Array, " B"],
-    length: Int[Array, " B"],
-) -> Float[Array, "B S kv D"]:
-    """Write the first `count` of `rows` to slots `length` on; no other slot changes."""
-    step = jnp.arange(rows.shape[1])
-    # A slot past the end is dropped, which is how unused rows are kept out.
-    slot = jnp.where(step < count[:, None], length[:, None] + step, cache.shape[1])
-    write = lambda old, i, new: old.at[i].set(new.astype(old.dtype), mode="drop")  # noqa: E731
-    return jax.vmap(write)(cache, slot, rows)
 
 
 def _scores(grouped, keys, mask):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from treewy_jax import accept, attention, conv, pytree
+from treewy_jax import accept, conv, pytree, slots
 from treewy_jax import commit as commit_lib
 
 
@@ -67,15 +67,15 @@ def commit(
     def window(old, rows):
         return conv.commit(old, rows, path, count)
 
-    def slots(old, rows):
-        return attention.commit(old, rows, path, count, cache.length)
+    def kv(old, rows):
+        return slots.append(old, slots.take(rows, path), count, cache.length)
 
     per_layer, per_block = (lambda f: jax.vmap(jax.vmap(f))), jax.vmap
     return HybridCache(
         recurrent=per_layer(recurrent)(cache.recurrent, records.recurrent),
         window=per_layer(window)(cache.window, records.rows),
-        key=per_block(slots)(cache.key, records.key),
-        value=per_block(slots)(cache.value, records.value),
+        key=per_block(kv)(cache.key, records.key),
+        value=per_block(kv)(cache.value, records.value),
         length=cache.length + count,
     )
 

@@ -6,10 +6,10 @@ window where the path is shorter. Only raw rows are kept until commit, never a w
 a node: at n = 40 those would outweigh the recurrent state itself.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from treewy_jax import slots
 from treewy_jax import tree as tree_lib
 
 
@@ -54,7 +54,7 @@ def tree(
     """Convolve every node with its ancestors' rows (`windows`: `tree_windows`)."""
     padded = jnp.concatenate([window.astype(rows.dtype), rows], axis=1)
     width = weight.shape[-1]
-    return _weigh([_take(padded, windows[..., w]) for w in range(width)], weight)
+    return _weigh([slots.take(padded, windows[..., w]) for w in range(width)], weight)
 
 
 def window_at(
@@ -64,7 +64,7 @@ def window_at(
 ) -> Float[Array, "B W1 C"]:
     """Return the window after `lengths` rows: the last W-1 of [window; rows]."""
     padded = jnp.concatenate([window, rows.astype(window.dtype)], axis=1)
-    return _take(padded, lengths[:, None] + jnp.arange(window.shape[1]))
+    return slots.take(padded, lengths[:, None] + jnp.arange(window.shape[1]))
 
 
 def commit(
@@ -74,11 +74,7 @@ def commit(
     count: Int[Array, " B"],
 ) -> Float[Array, "B W1 C"]:
     """Return the window after `count` nodes of `path`; count 0 changes no bit."""
-    return window_at(_take(rows, path), window, count)
-
-
-def _take(rows: Float[Array, "B T C"], index: Int[Array, "B P"]) -> Float[Array, "..."]:
-    return jax.vmap(lambda row, i: row[i])(rows, index)
+    return window_at(slots.take(rows, path), window, count)
 
 
 def _weigh(

@@ -11,11 +11,11 @@ import numpy as np
 from treewy_jax import cache as cache_lib
 from treewy_jax import commit as commit_lib
 from treewy_jax import drafters, loop
+from treewy_jax import prompts as prompts_lib
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
 
 N_MAX = 64
-SMALLEST_BUCKET = 16
 STEPS_PER_BLOCK = 8
 
 
@@ -101,8 +101,9 @@ def generate(
         ValueError: an argument is out of range; nothing was computed.
     """
     config = model.config
-    rows = check_prompts(prompts, config.vocab_size)
-    check_budget(rows, max_new_tokens, config.max_position_embeddings)
+    max_position = config.max_position_embeddings
+    rows = prompts_lib.check(prompts, config.vocab_size)
+    prompts_lib.check_budget(rows, max_new_tokens, max_position)
     lifecycle = _lifecycle(commit, state_dtype or config.mamba_ssm_dtype, impl)
     if drafter is None:
         drafter = default_drafter(tree, config)
@@ -118,8 +119,9 @@ def generate(
         eos=jnp.asarray(tuple(eos), jnp.int32),
         key=jax.random.key(seed),
     )
-    capacity = _capacity(rows, max_new_tokens, config.max_position_embeddings)
-    state = program.start(*_pad(rows, config), rules, capacity, max_new_tokens)
+    tokens, lengths = prompts_lib.pad(rows, max_position)
+    capacity = min(tokens.shape[1] + max_new_tokens, max_position)
+    state = program.start(tokens, lengths, rules, capacity, max_new_tokens)
     sizes = program.state_bytes(state)
     state = _finish(program, state, rules, max_new_tokens, on_tokens)
     return _read(state, sizes)
@@ -253,59 +255,3 @@ def _lifecycle(commit, state_dtype, impl):
     if not isinstance(commit, str):
         return commit
     return commit_lib.by_name(commit, state_dtype=state_dtype, impl=impl)
-
-
-def check_prompts(
-    prompts: Sequence[int] | Sequence[Sequence[int]], vocab_size: int
-) -> list[list[int]]:
-    """Return the prompts as rows of ids, or say which one is wrong."""
-    given: list[Any] = list(prompts)
-    if not given:
-        raise ValueError("prompts is empty: give at least one token id")
-    single = not hasattr(given[0], "__len__")
-    rows = [[int(i) for i in row] for row in ([given] if single else given)]
-    for number, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"prompts[{number}] is empty: give at least one token id")
-        outside = [i for i in row if not 0 <= i < vocab_size]
-        if outside:
-            raise ValueError(
-                f"prompts[{number}] holds id {outside[0]}: "
-                f"allowed are 0 to {vocab_size - 1}"
-            )
-    return rows
-
-
-def check_budget(
-    rows: Sequence[Sequence[int]], max_new_tokens: int, max_position: int
-) -> None:
-    """Raise ValueError unless every row and its budget fit the context."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: must be 1 or more")
-    longest = max(map(len, rows))
-    if longest + max_new_tokens > max_position:
-        raise ValueError(
-            f"prompt of {longest} tokens and max_new_tokens={max_new_tokens}: "
-            f"together at most {max_position} (max_position_embeddings)"
-        )
-
-
-def _bucket(rows, max_position: int) -> int:
-    """Return the padded prompt length: a power of two, so that few programs exist."""
-    longest = max(map(len, rows))
-    power = 1 << (longest - 1).bit_length()
-    return min(max(SMALLEST_BUCKET, power), max_position)
-
-
-def _capacity(rows, max_new_tokens: int, max_position: int) -> int:
-    return min(_bucket(rows, max_position) + max_new_tokens, max_position)
-
-
-def _pad(rows, config):
-    """Right-pad the prompts to their bucket; returns tokens and lengths."""
-    tokens = np.zeros(
-        (len(rows), _bucket(rows, config.max_position_embeddings)), np.int32
-    )
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = row
-    return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from treewy_jax import accept, drafters, pytree
+from treewy_jax import accept, drafters, pytree, slots
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
 
@@ -105,17 +105,17 @@ def step(
         target.logits(hidden), tree, rules.key, state.base, sampling
     )
     accepted, ends, cut = _stop(accepted, tree, state, rules)
-    tokens, emitted = _emit(state, accepted, tree)
+    new, count = accepted.emitted(tree.tokens), accepted.count
     return LoopState(
         cache=target.commit(state.cache, records, accepted),
         draft=drafter.update(draft, accepted, hidden),
         root=jnp.where(state.done, state.root, accepted.next_token),
-        base=state.base + accepted.count,
+        base=state.base + count,
         done=state.done | ends,
         cut=state.cut | cut,
-        tokens=tokens,
-        emitted=emitted,
-        accept_lengths=state.accept_lengths.at[:, state.steps].set(accepted.count),
+        tokens=slots.append(state.tokens, new, count, state.emitted),
+        emitted=state.emitted + count,
+        accept_lengths=state.accept_lengths.at[:, state.steps].set(count),
         steps=state.steps + 1,
         tree=tree,
         accepted=accepted,
@@ -214,18 +214,6 @@ def _stop(accepted, tree, state, rules):
     cut = count < accepted.count
     count = jnp.where(state.done, 0, count)
     return accepted.shorten(count, emitted), ends & ~state.done, cut & ~state.done
-
-
-def _emit(state, accepted, tree):
-    """Append what was accepted to the emitted tokens."""
-    new = accepted.emitted(tree.tokens)
-    place = jnp.arange(new.shape[1])
-    room = state.tokens.shape[1]
-    slot = jnp.where(
-        place < accepted.count[:, None], state.emitted[:, None] + place, room
-    )
-    write = jax.vmap(lambda row, i, values: row.at[i].set(values, mode="drop"))
-    return write(state.tokens, slot, new), state.emitted + accepted.count
 
 
 def _ends(tokens, eos):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import layers
-from treewy_jax import attention
+from treewy_jax import attention, slots
 
 
 class GatedAttention(nnx.Module):
@@ -66,8 +66,8 @@ class GatedAttention(nnx.Module):
         alone = jnp.ones((x.shape[0], 1, 1), bool)
         y, (k, v) = self.verify(x[:, None], length[:, None], prefix, length, alone)
         one = jnp.ones_like(length)
-        keys = attention.append(prefix[0], k, one, length)
-        return y[:, 0], (keys, attention.append(prefix[1], v, one, length))
+        keys = slots.append(prefix[0], k, one, length)
+        return y[:, 0], (keys, slots.append(prefix[1], v, one, length))
 
     def project(
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"]

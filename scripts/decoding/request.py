@@ -11,6 +11,7 @@ from scripts.decoding import prompt
 from treewy_jax import commit as commit_lib
 from treewy_jax import drafters, sampling, verify
 from treewy_jax import generate as generation_lib
+from treewy_jax import prompts as prompts_lib
 from treewy_jax import tree as tree_lib
 
 
@@ -55,8 +56,8 @@ def prepare(options: options_lib.Options) -> Request:
     model = models.load(options.model, dtype=options.dtype, progress=show_bar)
     prompts = prompt.token_ids(texts, model, options)
     config = model.config
-    generation_lib.check_prompts(prompts, config.vocab_size)
-    generation_lib.check_budget(
+    prompts_lib.check(prompts, config.vocab_size)
+    prompts_lib.check_budget(
         prompts, options.max_new_tokens, config.max_position_embeddings
     )
     tree, drafter = _draft(widths, options, config)

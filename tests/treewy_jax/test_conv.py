@@ -27,6 +27,10 @@ def integers(seed, *shape):
     return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
 
 
+causal = jax.jit(conv.causal)
+window_at = jax.jit(conv.window_at)
+
+
 def convolve(rows, window, weight):
     """Return y_t = sum_w weight[:, w] x_{t-(W-1)+w} over [window; rows], t by t."""
     padded = np.concatenate([window, rows])
@@ -89,7 +93,7 @@ def committed(rows, window, parents, nodes):
 @over_widths
 def test_a_sequence_is_a_sum_over_its_last_rows(width):
     rows, window, weight = inputs(width)
-    output = np.asarray(conv.causal(rows, window, weight))
+    output = np.asarray(causal(rows, window, weight))
     for b in range(2):
         assert np.array_equal(output[b], convolve(rows[b], window[b], weight))
 
@@ -97,18 +101,18 @@ def test_a_sequence_is_a_sum_over_its_last_rows(width):
 @over_widths
 def test_a_sequence_may_be_cut_anywhere(width):
     rows, window, weight = inputs(width)
-    whole = np.asarray(conv.causal(rows, window, weight))
+    whole = np.asarray(causal(rows, window, weight))
     for cut in (1, 2, 5, N_MAX - 1):
         head, tail = rows[:, :cut], rows[:, cut:]
-        between = conv.window_at(head, window, jnp.full(2, cut))
-        assert np.array_equal(conv.causal(tail, between, weight), whole[:, cut:])
+        between = window_at(head, window, jnp.full(2, cut))
+        assert np.array_equal(causal(tail, between, weight), whole[:, cut:])
 
 
 @over_widths
 def test_the_window_after_ragged_lengths(width):
     batch = N_MAX + 1
     rows, window, _ = inputs(width, batch)
-    after = np.asarray(conv.window_at(rows, window, jnp.arange(batch)))
+    after = np.asarray(window_at(rows, window, jnp.arange(batch)))
     for length in range(batch):
         padded = np.concatenate([window[length], rows[length, :length]])
         assert np.array_equal(after[length], padded[len(padded) - (width - 1) :])
@@ -141,7 +145,7 @@ def test_a_wrong_window_is_seen(fault):
             jnp.arange(N_MAX)[:, None] + jnp.arange(4), windows.shape
         ),
     }[fault]
-    output = np.asarray(conv.tree(rows, window, weight, wrong))
+    output = np.asarray(jax.jit(conv.tree)(rows, window, weight, wrong))
     expected = along_paths(FORK, rows[0], window[0], weight)
     right = np.all(output[0] == expected, axis=-1)
     assert np.any(right) and not np.all(right)
@@ -163,7 +167,7 @@ def test_commit_then_convolve_is_one_sequence():
     rows, window, weight = inputs(4, N_MAX)
     paths, after = committed(rows, window, FORK, range(N_MAX))
     following = integers(4, N_MAX, 3, CHANNELS)
-    output = conv.causal(following, after, weight)
+    output = causal(following, after, weight)
     for b, path in enumerate(paths):
         text = np.concatenate([rows[b][path], following[b]])
         assert np.array_equal(output[b], convolve(text, window[b], weight)[-3:])

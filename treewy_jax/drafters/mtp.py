@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from treewy_jax import accept, attention, pytree
+from treewy_jax import accept, pytree, slots
 from treewy_jax import tree as tree_lib
 from treewy_jax.drafters import protocol
 
@@ -137,7 +137,7 @@ class BoundMTPDrafter:
         tokens = jnp.zeros((batch, n), jnp.int32).at[:, 0].set(root)
         outputs = jnp.zeros((batch, n, state.seed.shape[-1]), state.seed.dtype)
         outputs = outputs.at[:, 0].set(state.seed)
-        seen, kv = plan.levels[0][:0], None
+        seen, kv = jnp.zeros(0, jnp.int32), None
         for depth, level in enumerate(plan.levels):
             m = outputs[:, level]
             if depth > 0:
@@ -164,7 +164,7 @@ class BoundMTPDrafter:
         prefix = (state.key, state.value)
         m, kv = self.head.extend(tokens, hidden, positions, prefix, state.length, mask)
         key, value = (
-            attention.append(old, new, count, state.length)
+            slots.append(old, new, count, state.length)
             for old, new in zip(prefix, kv, strict=True)
         )
         newest = jnp.maximum(count - 1, 0)[:, None, None]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from treewy_jax import accept, pytree
+from treewy_jax import accept, pytree, slots
 from treewy_jax import tree as tree_lib
 
 
@@ -46,7 +46,8 @@ class NgramDrafter:
     def start(self, tokens, lengths, hidden, next_token, capacity) -> NgramState:
         """Keep the prompt and the first token."""
         text = jnp.pad(tokens, ((0, 0), (0, capacity + 1 - tokens.shape[1])))
-        text = _write(text, next_token[:, None], lengths, jnp.ones_like(lengths))
+        one = jnp.ones_like(lengths)
+        text = slots.append(text, next_token[:, None], one, lengths)
         drafted = jnp.zeros((tokens.shape[0], self._nodes), jnp.int32)
         return NgramState(text, lengths, drafted)
 
@@ -70,7 +71,7 @@ class NgramDrafter:
     def update(self, state: NgramState, accepted: accept.Accepted, hidden):
         """Append what was emitted."""
         emitted = accepted.emitted(state.tokens)
-        text = _write(state.text, emitted, state.length + 1, accepted.count)
+        text = slots.append(state.text, emitted, accepted.count, state.length + 1)
         return NgramState(text, state.length + accepted.count, state.tokens)
 
     @property
@@ -103,12 +104,3 @@ class NgramDrafter:
             run &= length >= back
             total += run
         return total
-
-
-def _write(text, tokens, start, count):
-    """Write the first `count` of `tokens` from `start` on, row by row."""
-    step = jnp.arange(tokens.shape[1])
-    slot = jnp.where(step < count[:, None], start[:, None] + step, text.shape[1])
-    return jax.vmap(lambda row, i, new: row.at[i].set(new, mode="drop"))(
-        text, slot, tokens
-    )

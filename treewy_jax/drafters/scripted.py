@@ -7,11 +7,10 @@ its length and through whichever child.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from treewy_jax import accept, pytree
+from treewy_jax import accept, pytree, slots
 from treewy_jax import tree as tree_lib
 
 
@@ -55,9 +54,8 @@ class ScriptedDrafter:
         goal = jnp.take_along_axis(self.goals, turn, axis=1)
         ancestors = self.tree.ancestors(include_self=True)
         on_path = jnp.take_along_axis(ancestors, goal[..., None], axis=1)[:, 0]
-        right = jax.vmap(lambda row, i: row[i])(
-            self.script, jnp.minimum(state.told[:, None] + depth, self._last)
-        )
+        place = jnp.minimum(state.told[:, None] + depth, self.script.shape[1] - 1)
+        right = slots.take(self.script, place)
         wrong = (right + 1 + _sibling_rank(self.tree)) % self.vocab_size
         tokens = jnp.where(on_path, right, wrong).astype(jnp.int32)
         tokens = tokens.at[:, 0].set(root)
@@ -68,10 +66,6 @@ class ScriptedDrafter:
         moved = (accepted.count > 0).astype(jnp.int32)
         told = state.told + accepted.count
         return ScriptedState(told, state.step + moved, state.tokens)
-
-    @property
-    def _last(self) -> int:
-        return self.script.shape[1] - 1
 
 
 def _sibling_rank(tree: tree_lib.DraftTree) -> Int[Array, "B n"]:

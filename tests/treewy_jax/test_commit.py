@@ -1,0 +1,266 @@
+"""Both lifecycles against the recurrence along every accepted path."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from tests.treewy_jax import strategies
+from treewy_jax import accept, commit
+from treewy_jax import tree as tree_lib
+
+N_MAX = 16
+over_lifecycles = pytest.mark.parametrize("name", commit.LIFECYCLES)
+over_shapes = pytest.mark.parametrize("shape", strategies.SHAPES)
+
+
+@functools.cache
+def lifecycle(name, state_dtype="float32"):
+    """Return the lifecycle with its two traced methods compiled."""
+    owner = commit.by_name(name, state_dtype=state_dtype)
+    return owner, jax.jit(owner.verify), jax.jit(owner.commit)
+
+
+def root_path(parents, node):
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def accepted(parents, nodes):
+    """Accept nodes[b] in row b; None stands for no step."""
+    paths = [
+        root_path(row, node) if node is not None else []
+        for row, node in zip(parents, nodes, strict=True)
+    ]
+    padded = [(p + [p[-1] if p else 0] * N_MAX)[:N_MAX] for p in paths]
+    path = jnp.asarray(padded, jnp.int32)
+    count = jnp.asarray([len(p) for p in paths], jnp.int32)
+    return accept.Accepted(path[:, -1], path, count, jnp.zeros_like(count))
+
+
+def batch(cases):
+    """Return state, inputs and tree of `cases` in the common envelope."""
+    *rows, state, tree = strategies.batch(cases, N_MAX)
+    return state, commit.Inputs(*rows), tree
+
+
+def many(parents, **options):
+    """One case a row, each with its own numbers; row b is there to accept node b."""
+    return [strategies.make_case(parents, seed, **options) for seed in range(N_MAX)]
+
+
+def permuted(tree, order):
+    return jax.tree.map(lambda leaf: leaf[order], tree)
+
+
+def assert_equal_bits(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@over_lifecycles
+@over_shapes
+def test_every_node_of_every_shape(name, shape):
+    """All nodes at once, one a row; rows that are left over take no step."""
+    parents = strategies.SHAPES[shape]
+    cases = many(parents)
+    owner, verify, advance = lifecycle(name)
+    state, inputs, tree = batch(cases)
+    output, records = verify(owner.init(state), inputs, tree)
+    nodes = list(range(len(parents))) + [None] * (N_MAX - len(parents))
+    taken = accepted([parents] * N_MAX, nodes)
+    after = advance(owner.init(state), records, taken)
+    for b, node in enumerate(nodes):
+        outputs, states = strategies.oracle(cases[b])
+        assert strategies.relative(output[b, : len(parents)], outputs) < 1e-6
+        if node is None:
+            assert_equal_bits(after[b], state[b])
+        else:
+            assert strategies.relative(after[b], states[node]) < 1e-6
+    # Only what belongs to a row decides about it, wherever the row stands.
+    order = np.random.default_rng(0).permutation(N_MAX)
+    moved = advance(*permuted((owner.init(state), records, taken), order))
+    assert_equal_bits(moved, after[order])
+
+
+@over_lifecycles
+def test_the_wrong_node_or_row_is_seen(name):
+    """Each twin is far away: depth for index, a neighbour's path, a shorter path."""
+    parents = strategies.SHAPES["comb"]
+    cases = many(parents)
+    owner, verify, advance = lifecycle(name)
+    state, inputs, tree = batch(cases)
+    _, records = verify(owner.init(state), inputs, tree)
+    node = len(parents) - 1
+    _, states = strategies.oracle(cases[0])
+    depth = len(root_path(parents, node)) - 1
+    for wrong in (depth, parents[node], node - 1):
+        after = advance(state, records, accepted([parents] * N_MAX, [wrong] * N_MAX))
+        assert strategies.relative(after[0], states[node]) > 1e-2
+    taken = accepted([parents] * N_MAX, [node] * N_MAX)
+    swapped = advance(state, permuted(records, slice(None, None, -1)), taken)
+    assert strategies.relative(swapped[0], states[node]) > 1e-2
+
+
+@over_lifecycles
+def test_no_step_keeps_every_bit_whatever_the_records_hold(name):
+    cases = many(strategies.SHAPES["fork"])
+    owner, verify, advance = lifecycle(name)
+    state, inputs, tree = batch(cases)
+    _, records = verify(owner.init(state), inputs, tree)
+    poison = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), records)
+    state = state.at[0, 0, 0, 0].set(-0.0)
+    after = advance(owner.init(state), poison, accept.nothing(tree))
+    assert_equal_bits(after, state)
+
+
+@over_lifecycles
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(st.data())
+def test_a_text_of_random_steps(name, data):
+    """Three rows take their own trees and nodes, or none, and stay on the oracle."""
+    owner, verify, advance = lifecycle(name)
+    start = [strategies.make_case([-1], seed).state for seed in range(3)]
+    state = owner.init(jnp.asarray(np.stack(start), jnp.float32))
+    for step in range(3):
+        trees = [data.draw(strategies.preorder_parents(N_MAX)) for _ in range(3)]
+        nodes = [
+            data.draw(st.none() | st.integers(0, len(parents) - 1)) for parents in trees
+        ]
+        cases = [strategies.make_case(p, 3 * step + b) for b, p in enumerate(trees)]
+        _, inputs, tree = batch(cases)
+        _, records = verify(state, inputs, tree)
+        state = advance(state, records, accepted(trees, nodes))
+        for b, node in enumerate(nodes):
+            if node is not None:
+                cases[b].state = start[b]
+                start[b] = strategies.oracle(cases[b])[1][node]
+            expected = start[b]
+            assert strategies.relative(owner.materialize(state)[b], expected) < 2e-6
+
+
+@over_lifecycles
+def test_a_chain_then_the_root_then_a_tree(name):
+    """A long accept leaves nothing behind that a step without drafts could read.
+
+    The three rows begin at another place of this round, so modes mix in a batch.
+    """
+    owner, verify, advance = lifecycle(name)
+    chain, fork = strategies.SHAPES["chain"], strategies.SHAPES["fork"]
+    turns = [(chain, 3), ([-1], 0), (fork, 8)]
+    expected = [strategies.make_case([-1], row).state for row in range(3)]
+    state = owner.init(jnp.asarray(np.stack(expected), jnp.float32))
+    for step in range(4):
+        trees, nodes = zip(*(turns[(step + row) % 3] for row in range(3)), strict=True)
+        cases = [strategies.make_case(p, 3 * step + b) for b, p in enumerate(trees)]
+        _, inputs, tree = batch(cases)
+        output, records = verify(state, inputs, tree)
+        state = advance(state, records, accepted(trees, nodes))
+        for b, case in enumerate(cases):
+            case.state = expected[b]
+            outputs, states = strategies.oracle(case)
+            expected[b] = states[nodes[b]]
+            assert strategies.relative(output[b, : len(outputs)], outputs) < 2e-6
+            assert strategies.relative(state[b], expected[b]) < 2e-6
+
+
+@over_lifecycles
+def test_two_hundred_rejected_drafts_leave_no_trace(name):
+    """Root after root is the plain recurrence; what the drafts held changes no bit."""
+    parents, steps = [-1, 0, 0, 2], 200
+    roots = strategies.make_case([-1] * steps, 5)
+    owner = commit.by_name(name)
+    tree = tree_lib.DraftTree.from_parents(parents)
+    taken = accept.greedy(jnp.zeros((1, 4, 3)), tree.with_tokens(jnp.ones((1, 4))))
+    assert taken.count.tolist() == [1]
+
+    @jax.jit
+    def decode(state, rows):
+        def step(state, inputs):
+            _, records = owner.verify(state, commit.Inputs(*inputs), tree)
+            return owner.commit(state, records, taken), None
+
+        return jax.lax.scan(step, owner.init(state), rows)[0]
+
+    def steps_with_drafts(seed):
+        """Put drafts of any size behind every root: [steps, 1, n, ...]."""
+        drafts = [strategies.make_case(parents, seed + i) for i in range(steps)]
+        rows = [np.stack(x) for x in zip(*(d.rows() for d in drafts), strict=True)]
+        for row, root in zip(rows, roots.rows(), strict=True):
+            row[:, 0] = root
+        return [jnp.asarray(row, jnp.float32)[:, None] for row in rows]
+
+    start = jnp.asarray(roots.state, jnp.float32)[None]
+    after = decode(start, steps_with_drafts(10))
+    assert_equal_bits(after, decode(start, steps_with_drafts(1000)))
+    chain = strategies.Case(*roots.rows(), roots.state, list(range(-1, steps - 1)))
+    expected = strategies.oracle(chain)[1][-1]
+    assert strategies.relative(after[0], expected) < 5e-6
+
+
+@over_lifecycles
+def test_bfloat16_states_are_rounded_once(name):
+    """Within a step all is float32: the new state is the exact one, rounded."""
+    parents = strategies.SHAPES["chain"]
+    cases = many(parents)
+    owner, verify, advance = lifecycle(name, "bfloat16")
+    plain, inputs, tree = batch(cases)
+    state = owner.init(plain)
+    assert state.dtype == jnp.bfloat16
+    assert owner.nbytes(state) * 2 == commit.by_name(name).nbytes(plain)
+    _, records = verify(state, inputs, tree)
+    after = advance(state, records, accepted([parents] * N_MAX, range(N_MAX)))
+    assert after.dtype == jnp.bfloat16
+    for b, case in enumerate(cases):
+        case.state = np.asarray(state[b], np.float64)
+        expected = strategies.oracle(case)[1][b]
+        np.testing.assert_allclose(
+            np.asarray(after[b], np.float64), expected, rtol=2**-8, atol=2e-6
+        )
+
+
+def test_store_all_keeps_a_state_a_node_and_reconstruct_a_vector():
+    state, inputs, tree = batch(many(strategies.SHAPES["star"]))
+    size = {}
+    for name in commit.LIFECYCLES:
+        for dtype in ("float32", "bfloat16"):
+            owner = commit.by_name(name, state_dtype=dtype)
+            _, records = jax.eval_shape(owner.verify, owner.init(state), inputs, tree)
+            leaves = jax.tree.leaves(records)
+            size[name, dtype] = sum(x.size * x.dtype.itemsize for x in leaves)
+    assert size["store-all", "float32"] == N_MAX * state.nbytes
+    assert size["store-all", "bfloat16"] == N_MAX * state.nbytes // 2
+    per_node = strategies.KEY_HEADS * strategies.DIM
+    per_node += strategies.VALUE_HEADS * (strategies.DIM + 1)
+    assert size["reconstruct", "float32"] == N_MAX * N_MAX * 4 * per_node
+
+
+@over_lifecycles
+def test_the_interface(name):
+    owner = commit.by_name(name)
+    assert isinstance(owner, commit.Lifecycle)
+    assert owner == commit.by_name(name.replace("-", "_"))
+    assert hash(owner) == hash(commit.by_name(name)), "jit takes it as a constant"
+    state = jnp.asarray(strategies.make_case([-1]).state, jnp.float32)[None]
+    assert_equal_bits(owner.materialize(owner.init(state)), state)
+    assert owner.nbytes(owner.init(state)) == state.nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(name="never"), "commit='never': allowed are reconstruct, store-all"),
+        (dict(name=""), "commit=''"),
+        (dict(name="store-all", state_dtype="int8"), "state_dtype='int8': allowed are"),
+        (dict(name="reconstruct", impl="magic"), "impl is 'magic'"),
+    ],
+)
+def test_wrong_options_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        commit.by_name(**options)
