@@ -67,7 +67,7 @@ class Generation:
 
 def generate(
     model: Model,
-    prompts: Sequence[int] | Sequence[Sequence[int]],
+    prompts: prompts_lib.Prompts,
     *,
     tree: tree_lib.DraftTree | Sequence[int] | str,
     max_new_tokens: int,

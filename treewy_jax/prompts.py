@@ -12,10 +12,11 @@ from jaxtyping import Array, Int
 
 SMALLEST_BUCKET = 16
 
+Ids = Sequence[int] | np.ndarray | Array
+Prompts = Ids | Sequence[Ids]
 
-def check(
-    prompts: Sequence[int] | Sequence[Sequence[int]], vocab_size: int
-) -> list[list[int]]:
+
+def check(prompts: Prompts, vocab_size: int) -> list[list[int]]:
     """Return the prompts as rows of ids; one sequence of ids is one row.
 
     Raises:
@@ -24,7 +25,7 @@ def check(
     given: list[Any] = list(prompts)
     if not given:
         raise ValueError("prompts is empty: give at least one token id")
-    single = not hasattr(given[0], "__len__")
+    single = np.ndim(given[0]) == 0
     rows = [[int(i) for i in row] for row in ([given] if single else given)]
     for number, row in enumerate(rows):
         if not row:

@@ -97,12 +97,9 @@ class GatedDeltaNet(nnx.Module):
         rows = self.in_proj_qkv(x)
         q, k, v = self._heads(conv.causal(rows, window, self.conv1d.weight[...]))
         log_decay, beta = self._gates(x)
-        output, state = recurrence.sequence(q, k, v, log_decay, beta, state)
-        one = jnp.ones(x.shape[0], jnp.int32)
-        return self._output(output, x)[:, 0], (
-            conv.window_at(rows, window, one),
-            state,
-        )
+        output, after = recurrence.sequence(q, k, v, log_decay, beta, state)
+        window = conv.window_at(rows, window, jnp.ones(x.shape[0], jnp.int32))
+        return self._output(output, x)[:, 0], (window, after.astype(state.dtype))
 
     def verify(
         self,

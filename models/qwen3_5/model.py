@@ -4,7 +4,6 @@ Every method is a pure function of the parameters and its arguments: split the m
 once with `nnx.split`, merge it inside `jit`.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -49,12 +48,10 @@ class Qwen3_5(nnx.Module):
             preferred_element_type=jnp.float32,
         )
 
-    def forward(
-        self, tokens: Int[Array, "B T"], *, remat: bool = False
-    ) -> Float[Array, "B T H"]:
+    def forward(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         """Return hidden states after the final norm, every row T tokens long."""
         lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
-        return self._prefill(tokens, lengths, remat)[0]
+        return self.prefill(tokens, lengths)[0]
 
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]
@@ -64,7 +61,13 @@ class Qwen3_5(nnx.Module):
         Returns hidden states after the final norm and, each leading with [blocks],
         ((windows, states), (keys, values)); padding leaves no trace in the first pair.
         """
-        return self._prefill(tokens, lengths, remat=False)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+        def body(block, h, _):
+            return block.prefill(h, positions, lengths)
+
+        h, kept = self._scan(body, self.embed(tokens), None)
+        return self.norm(h), kept
 
     def verify(
         self,
@@ -102,17 +105,7 @@ class Qwen3_5(nnx.Module):
         h, cache = self._scan(body, self.embed(token[:, None]), cache)
         return self.norm(h), cache
 
-    def _prefill(self, tokens, lengths, remat):
-        positions = jnp.arange(tokens.shape[1])[None]
-        positions = jnp.broadcast_to(positions, tokens.shape)
-
-        def body(block, h, _):
-            return block.prefill(h, positions, lengths)
-
-        h, kept = self._scan(body, self.embed(tokens), None, remat)
-        return self.norm(h), kept
-
-    def _scan(self, body, h, xs, remat: bool = False):
+    def _scan(self, body, h, xs):
         """Scan `body(block, h, x) -> (h, y)` over the stacked blocks."""
         graphdef, params = nnx.split(self.blocks)
 
@@ -120,7 +113,7 @@ class Qwen3_5(nnx.Module):
             block_params, x = block_and_x
             return body(nnx.merge(graphdef, block_params), h, x)
 
-        return lax.scan(jax.checkpoint(one) if remat else one, h, (params, xs))
+        return lax.scan(one, h, (params, xs))
 
 
 def _stacked_blocks(config, dtype, rngs) -> decoder.SuperBlock:
