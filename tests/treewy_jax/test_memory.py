@@ -12,7 +12,7 @@ import pytest
 
 import models
 from models.qwen3_5 import published
-from treewy_jax import commit, generate, loop, memory, sampling
+from treewy_jax import commit, generate, loop, memory, prompts, sampling
 from treewy_jax import tree as tree_lib
 
 DENSE = pathlib.Path(__file__).parents[1] / "golden" / "tiny" / "dense"
@@ -20,7 +20,7 @@ MIB, GIB = 2**20, 2**30
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 NEW_TOKENS = 4
 # The prompt's bucket of 16 and the budget: the slots of the KV caches.
-SLOTS = generate.SMALLEST_BUCKET + NEW_TOKENS
+SLOTS = prompts.SMALLEST_BUCKET + NEW_TOKENS
 
 every_scheme = pytest.mark.parametrize("scheme", memory.SCHEMES)
 
@@ -186,7 +186,7 @@ def test_formula_is_the_size_of_the_loop_state(scheme, widths, state_dtype, dtyp
     """For every mix of dtypes, by the shapes that the loop traces; nothing runs."""
     model = dense(dtype)
     build = model.builder(commit.by_name(scheme, state_dtype=state_dtype))
-    drafter = generate.default_drafter(widths)
+    drafter = generate.default_drafter(widths, model.config)
 
     def first_step(params, tokens, lengths, rules):
         state = loop.start(
@@ -203,7 +203,7 @@ def test_formula_is_the_size_of_the_loop_state(scheme, widths, state_dtype, dtyp
         return state, build(params).verify(state.cache, state.tree)[1]
 
     rules = loop.Rules(jnp.full(2, NEW_TOKENS), jnp.zeros(1, int), jax.random.key(0))
-    tokens = jnp.zeros((2, generate.SMALLEST_BUCKET), jnp.int32)
+    tokens = jnp.zeros((2, prompts.SMALLEST_BUCKET), jnp.int32)
     state, records = jax.eval_shape(
         first_step, model.params, tokens, jnp.array([12, 5]), rules
     )
