@@ -43,6 +43,14 @@ def random_parents(rng, size):
     return parents
 
 
+def root_path(parents, node):
+    """Return the nodes from the root to `node`, none of them for None."""
+    path = [] if node is None else [node]
+    while path and parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
 @dataclasses.dataclass
 class Case:
     """One row of inputs to `verify`, in float64, and the tree they belong to."""

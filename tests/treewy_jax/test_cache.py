@@ -18,14 +18,7 @@ LENGTHS = [6, 0, 3, SLOTS - 2]
 over_lifecycles = pytest.mark.parametrize("name", commit.LIFECYCLES)
 
 
-def root_path(node):
-    path = [] if node is None else [node]
-    while path and PARENTS[path[0]] >= 0:
-        path.insert(0, PARENTS[path[0]])
-    return path
-
-
-PATHS = [root_path(node) for node in ACCEPTED]
+PATHS = [strategies.root_path(PARENTS, n) for n in ACCEPTED]
 
 
 def taken():

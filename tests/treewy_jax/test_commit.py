@@ -25,17 +25,10 @@ def lifecycle(name, state_dtype="float32"):
     return owner, jax.jit(owner.verify), jax.jit(owner.commit)
 
 
-def root_path(parents, node):
-    path = [node]
-    while parents[path[0]] >= 0:
-        path.insert(0, parents[path[0]])
-    return path
-
-
 def accepted(parents, nodes):
     """Accept nodes[b] in row b; None stands for no step."""
     paths = [
-        root_path(row, node) if node is not None else []
+        strategies.root_path(row, node)
         for row, node in zip(parents, nodes, strict=True)
     ]
     padded = [(p + [p[-1] if p else 0] * N_MAX)[:N_MAX] for p in paths]
@@ -99,7 +92,7 @@ def test_the_wrong_node_or_row_is_seen(name):
     _, records = verify(owner.init(state), inputs, tree)
     node = len(parents) - 1
     _, states = strategies.oracle(cases[0])
-    depth = len(root_path(parents, node)) - 1
+    depth = len(strategies.root_path(parents, node)) - 1
     for wrong in (depth, parents[node], node - 1):
         after = advance(state, records, accepted([parents] * N_MAX, [wrong] * N_MAX))
         assert strategies.relative(after[0], states[node]) > 1e-2

@@ -41,13 +41,6 @@ def convolve(rows, window, weight):
     return output
 
 
-def root_path(parents, node):
-    path = [node]
-    while parents[path[0]] >= 0:
-        path.insert(0, parents[path[0]])
-    return path
-
-
 def envelope(*rows):
     trees = [
         tree_lib.DraftTree.from_parents(p, n_max=N_MAX, depth_max=N_MAX - 1)
@@ -75,7 +68,7 @@ def tree_conv(width):
 
 def along_paths(parents, rows, window, weight):
     """Return what each node sees when its root path is a sequence of its own."""
-    paths = [root_path(parents, node) for node in range(len(parents))]
+    paths = [strategies.root_path(parents, node) for node in range(len(parents))]
     return np.stack([convolve(rows[p], window, weight)[-1] for p in paths])
 
 
@@ -84,7 +77,7 @@ commit = jax.jit(conv.commit)
 
 def committed(rows, window, parents, nodes):
     """Commit the path to nodes[b] in every row b; None stands for no step."""
-    paths = [root_path(parents, node) if node is not None else [] for node in nodes]
+    paths = [strategies.root_path(parents, node) for node in nodes]
     path = [(p + [p[-1] if p else 0] * N_MAX)[:N_MAX] for p in paths]
     count = jnp.asarray([len(p) for p in paths], jnp.int32)
     return paths, commit(window, rows, jnp.asarray(path, jnp.int32), count)
@@ -203,7 +196,7 @@ def test_a_node_touches_its_descendants_alone():
         changed[:, node] = 1e30
         after = np.asarray(tree_conv(4)(changed, window, weight, tree))
         moved = np.any(before != after, axis=(0, 2))
-        paths = [root_path(FORK, other) for other in range(len(FORK))]
+        paths = [strategies.root_path(FORK, other) for other in range(len(FORK))]
         assert moved.tolist() == [node in path[-4:] for path in paths]
 
 

@@ -18,13 +18,6 @@ from treewy_jax import tree as tree_lib
 DraftTree = tree_lib.DraftTree
 
 
-def root_path(parents, node):
-    path = [node]
-    while parents[path[0]] >= 0:
-        path.insert(0, parents[path[0]])
-    return path
-
-
 # --- MTP: a head small enough to expand by hand --------------------------------------
 
 HIDDEN, VOCAB, CAPACITY = 6, 23, 16
@@ -119,7 +112,7 @@ class Text:
         for node, parent in enumerate(parents[1:], 1):
             rank = parents[:node].count(parent)
             best = np.argsort(-(outputs[parent] @ TO_LOGITS), kind="stable")
-            path = root_path(parents, parent)
+            path = strategies.root_path(parents, parent)
             position = len(self.rows) + len(path) - 1
             x = by_hand(best[rank], outputs[parent], position)
             tokens.append(int(best[rank]))
@@ -253,7 +246,7 @@ def test_update_reruns_the_accepted_pairs(attends):
     root, update = FIRST, program("update", attends)
     for step, nodes in enumerate([(4, None), (0, 9), (None, 2)]):
         drafted, state = propose(drafter, poisoned(state), root)
-        paths = [root_path(parents, n) if n is not None else [] for n in nodes]
+        paths = [strategies.root_path(parents, n) for n in nodes]
         room = len(WIDE["level_sizes"]) + 1
         path = [p + [p[-1] if p else 0] * (room - len(p)) for p in paths]
         count = jnp.asarray([len(p) for p in paths])

@@ -17,15 +17,6 @@ def rows_of_nodes():
     return rows.astype(np.float32)
 
 
-def root_path(parents, node):
-    """Return the nodes from the root to `node`."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return np.asarray(path[::-1])
-
-
 append = jax.jit(slots.append)
 
 
@@ -68,7 +59,7 @@ def test_append_writes_count_slots_and_no_other(data):
 def test_commit_writes_the_path(parents, data):
     nodes = [data.draw(st.integers(0, len(parents) - 1)) for _ in range(2)]
     length = [data.draw(st.integers(0, SLOTS)) for _ in range(2)]
-    paths = [root_path(parents, node) for node in nodes]
+    paths = [np.asarray(strategies.root_path(parents, n)) for n in nodes]
     count = [len(path) for path in paths]
     path = [np.resize(np.append(p, N_MAX * [p[-1]]), N_MAX) for p in paths]
     cache, rows = poisoned_cache(length), rows_of_nodes()
