@@ -1,6 +1,7 @@
 """Write text: `generate` checks a request, runs the loop, and reads the result back."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -197,13 +198,15 @@ class _Program:
 
     def state_bytes(self, state: loop.LoopState) -> dict[str, int]:
         """Return the bytes of the allocated state, and of the records of one step."""
-
-        def records(params, cache, tree):
-            return self.build(params).verify(cache, tree)[1]
-
-        shapes = jax.eval_shape(records, self.params, state.cache, state.tree)
+        shapes = _records.eval_shape(self.build, self.params, state.cache, state.tree)
         mtp_kv = [getattr(state.draft, name, ()) for name in ("key", "value")]
         return cache_lib.state_bytes(state.cache, shapes, mtp_kv)
+
+
+@functools.partial(jax.jit, static_argnames="build")
+def _records(build, params, cache, tree):
+    """Return what one verification leaves for commit; only its shapes are used."""
+    return build(params).verify(cache, tree)[1]
 
 
 def _finish(program, state, rules, max_new_tokens, on_tokens):
