@@ -3,6 +3,8 @@
 # make lint       style and import direction only (make format mends the style)
 # make types      pyright
 # make notebooks  execute the notebooks of colab/
+# make compile-check  compile the kernels for GPUs and TPUs without one (2 GB of
+#                 compilers in their own environment; CHECK_ARGS="--targets H200")
 # make clean      remove the environment, builds and caches
 
 SHELL := bash
@@ -11,10 +13,11 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+COMPILE_VENV := .venv-compile
 WORKERS ?= 2
 PROMPT ?= Tell me a story about a rabbit who has a lantern and lives near the river.
 ARGS ?= --tree 3,3,3 --prompt "$(PROMPT)"
-PIP = $(BIN)/python -m pip install -qq
+PIP = $(@D)/bin/python -m pip install -qq
 NOTEBOOKS = $(or $(wildcard colab/*.ipynb),$(error colab/ holds no notebook))
 
 # One thread per worker: two workers on two cores are faster than shared pools.
@@ -29,7 +32,7 @@ PYTHON312 = $(shell for python in $(PYTHON) python3.12 python3 python \
 NO_PYTHON = No Python 3.12 found: JAX 0.11 needs it. Install it or say \
 	make $(MAKECMDGOALS) PYTHON=PATH
 
-.PHONY: help decode test lint format types notebooks clean
+.PHONY: help decode test lint format types notebooks compile-check clean
 help:
 	@sed -n 's/^# \(make \)/\1/p' Makefile
 
@@ -55,12 +58,15 @@ notebooks: $(VENV)/notebooks.done
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q \
 	-o addopts="" -o filterwarnings=default --nbmake --nbmake-timeout=300 $(NOTEBOOKS)
 
+compile-check: $(COMPILE_VENV)/compile.done
+	$(COMPILE_VENV)/bin/python scripts/compile_check.py $(CHECK_ARGS)
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(COMPILE_VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Set-up. A stamp older than pyproject.toml means that the pins have changed.
-$(VENV)/venv.done:
-	$(or $(PYTHON312),$(error $(NO_PYTHON))) -m venv --clear $(VENV)
+$(VENV)/venv.done $(COMPILE_VENV)/venv.done:
+	$(or $(PYTHON312),$(error $(NO_PYTHON))) -m venv --clear $(@D)
 	$(PIP) --upgrade "pip>=25.1"
 	@touch $@
 
@@ -74,4 +80,8 @@ $(VENV)/test.done: pyproject.toml | $(VENV)/venv.done
 
 $(VENV)/notebooks.done: $(VENV)/test.done
 	$(PIP) -e ".[notebooks]" --group test
+	@touch $@
+
+$(COMPILE_VENV)/compile.done: pyproject.toml | $(COMPILE_VENV)/venv.done
+	$(PIP) -e . --group compile
 	@touch $@

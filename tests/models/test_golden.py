@@ -115,6 +115,28 @@ def test_decode_token_by_token(variant):
 
 
 @over_variants
+def test_prompts_shorter_than_the_conv_window(variant):
+    """A ragged batch of 1 to 5 tokens is token-by-token decoding from nothing."""
+    arrays, bound = golden.arrays(variant), target(variant)
+    ids = arrays["ids"][0, :5]
+    tokens = jnp.concatenate([golden.padded(ids[:n], 16)[0] for n in range(1, 6)])
+    prefill = jax.jit(bound.prefill, static_argnums=2)
+    hidden, cache = prefill(tokens, jnp.arange(1, 6, dtype=jnp.int32), 16)
+    kept = ((cache.window, cache.recurrent), (cache.key, cache.value))
+    kept = jax.tree.map(jnp.zeros_like, kept)
+    decode = jax.jit(bound.module.decode)
+    for place in range(5):
+        token = jnp.full(5, ids[place], jnp.int32)
+        row, kept = decode(token, kept, jnp.full(5, place, jnp.int32))
+        for got, want in (
+            (hidden[place, place], row[place, 0]),
+            (cache.window[:, :, place], kept[0][0][:, :, place]),
+            (cache.recurrent[:, :, place], kept[0][1][:, :, place]),
+        ):
+            np.testing.assert_allclose(got, want, rtol=0, atol=golden.HIDDEN)
+
+
+@over_variants
 def test_chain_of_a_segment(variant):
     """37 tokens verified as one chain from a state after 33 are a prefill in two."""
     arrays, bound = golden.arrays(variant), target(variant)
