@@ -3,8 +3,7 @@
 # make lint       style and import direction only (make format mends the style)
 # make types      pyright
 # make notebooks  execute the notebooks of colab/
-# make compile-check  compile the kernels for GPUs and TPUs without one (2 GB of
-#                 compilers in their own environment; CHECK_ARGS="--targets H200")
+# make compile-check  set up, then compile the kernels for GPUs and TPUs without one
 # make clean      remove the environment, builds and caches
 
 SHELL := bash
