@@ -18,6 +18,16 @@ def test_tables_are_those_of_the_result_files(table):
     assert table() in page.read_text("utf-8")
 
 
+def test_sentences_of_the_model_card():
+    card = (ROOT / "models/pretrained/tiny/README.md").read_text("utf-8")
+    whole, _ = make_tables.read("nvidia-h200/training")["stages"]
+    words = " ".join(card.split())
+    assert f"{whole['tokens_per_second'] / 1e3:.0f} k tokens a second" in words
+    assert f"{whole['parameters']:,}" in words
+    trained = whole["steps"] * whole["recipe"]["batch"] * whole["recipe"]["length"]
+    assert f"{trained / 1e6:.0f} M tokens" in words
+
+
 def test_another_result_would_fail(monkeypatch):
     fields = make_tables.read("cpu/acceptance")
     changed = json.loads(json.dumps(fields))

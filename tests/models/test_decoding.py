@@ -79,14 +79,17 @@ def every_node(widths, batch=4, steps=16):
 
 
 @functools.cache
-def plain_states(variant, ids):
-    """Return the recurrent states and windows after `ids`, by one prefill."""
+def prefill(variant):
+    """Return the compiled prefill of a golden model, the same for every prompt."""
     model = golden.model(variant)
     target = model.builder(commit.by_name("reconstruct"))(model.params)
-    _, cache = jax.jit(target.prefill, static_argnums=2)(
-        *golden.padded(list(ids)), CAPACITY
-    )
-    return cache
+    return jax.jit(target.prefill, static_argnums=2)
+
+
+@functools.cache
+def plain_states(variant, ids):
+    """Return the cache after `ids`, by one prefill."""
+    return prefill(variant)(*golden.padded(list(ids)), CAPACITY)[1]
 
 
 def assert_covers(state, row, variant, ids):
@@ -145,47 +148,54 @@ def test_mtp_drafts_change_nothing(tree):
     assert max(written.accept_lengths[0]) > 1, "the head never hit: a vacuous test"
 
 
-def test_end_of_text_at_every_offset_of_the_window():
+@pytest.mark.parametrize("variant", golden.VARIANTS)
+@pytest.mark.parametrize("lifecycle", LIFECYCLES)
+def test_end_of_text_at_every_offset_of_the_window(variant, lifecycle):
     """Whichever place of the window holds the end-of-text token, all stops there."""
-    prompt, text = golden.prompt("dense")
+    prompt, text = golden.prompt(variant)
     first = [i for i, token in enumerate(text) if token not in text[:i]][:12]
-    drafter = scripted("dense", (1, 1, 1), [[3] * 16] * 4)
+    drafter = scripted(variant, (1, 1, 1), [[3] * 16] * 4)
     offsets = set()
     for place in first:
-        state = decode("dense", [prompt] * 4, drafter, eos=[text[place]])
+        eos = [text[place]]
+        state = decode(variant, [prompt] * 4, drafter, eos=eos, lifecycle=lifecycle)
         assert emitted(state, 0) == text[: place + 1]
         assert bool(state.done[0])
-        assert_covers(state, 0, "dense", prompt + text[:place])
+        assert_covers(state, 0, variant, prompt + text[:place])
         offsets.add((place - 1) % 4)
     assert offsets == {0, 1, 2, 3}
 
 
-def test_budgets_from_one_to_more_than_a_window():
-    prompt, text = golden.prompt("dense")
-    drafter = scripted("dense", (2, 2, 2), [[3] * 16] * 4)
+@pytest.mark.parametrize("variant", golden.VARIANTS)
+@pytest.mark.parametrize("lifecycle", LIFECYCLES)
+def test_budgets_from_one_to_more_than_a_window(variant, lifecycle):
+    prompt, text = golden.prompt(variant)
+    drafter = scripted(variant, (2, 2, 2), [[3] * 16] * 4)
     for low in (1, 5):
         budgets = list(range(low, low + 4))
-        state = decode("dense", [prompt] * 4, drafter, budget=budgets)
+        rows = [prompt] * 4
+        state = decode(variant, rows, drafter, budget=budgets, lifecycle=lifecycle)
         for row, budget in enumerate(budgets):
             assert emitted(state, row) == text[:budget]
-            assert_covers(state, row, "dense", prompt + text[: budget - 1])
+            assert_covers(state, row, variant, prompt + text[: budget - 1])
 
 
+@pytest.mark.parametrize("variant", golden.VARIANTS)
 @pytest.mark.parametrize("lifecycle", LIFECYCLES)
-def test_ragged_batch(lifecycle):
+def test_ragged_batch(variant, lifecycle):
     """Rows of different lengths and acceptance are as each of them alone."""
-    prompt, text = golden.prompt("dense")
+    prompt, text = golden.prompt(variant)
     rows = [prompt, prompt[:33], prompt[:5], prompt]
-    nothing = scripted("dense", (), [[0] * 16] * 4)
-    alone = decode("dense", rows, nothing, lifecycle=lifecycle)
+    nothing = scripted(variant, (), [[0] * 16] * 4)
+    alone = decode(variant, rows, nothing, lifecycle=lifecycle)
     assert emitted(alone, 0) == text
     # The script fits rows 0 and 3 only: the others accept what happens to agree.
-    drafter = scripted("dense", (3, 3, 3), every_node((3, 3, 3)))
-    state = decode("dense", rows, drafter, budget=[48, 40, 44, 9], lifecycle=lifecycle)
+    drafter = scripted(variant, (3, 3, 3), every_node((3, 3, 3)))
+    state = decode(variant, rows, drafter, budget=[48, 40, 44, 9], lifecycle=lifecycle)
     for row, budget in enumerate((48, 40, 44, 9)):
         expected = emitted(alone, row)[:budget]
         assert emitted(state, row) == expected
-        assert_covers(state, row, "dense", rows[row] + expected[:-1])
+        assert_covers(state, row, variant, rows[row] + expected[:-1])
 
 
 def test_one_step_function_and_no_recompilation(monkeypatch):
