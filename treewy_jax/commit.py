@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from treewy_jax import accept, recurrence
+from pallas_kernels.commit import op as commit_op
+from pallas_kernels.store_all import op as store_all_op
+from treewy_jax import accept
 from treewy_jax import tree as tree_lib
 from treewy_jax import verify as verify_lib
 
@@ -98,8 +100,10 @@ class Reconstruct(_PlainState):
 
     def commit(self, state, records, accepted):
         k, pseudo_values, log_decay = records
-        return verify_lib.replay(
-            state, k, pseudo_values, log_decay, accepted.path, accepted.count
+        path, count = accepted.path, accepted.count
+        impl = commit_op.IMPLEMENTATIONS.nearest(self.impl)
+        return commit_op.commit(
+            state, k, pseudo_values, log_decay, path, count, impl=impl
         )
 
 
@@ -108,11 +112,17 @@ class StoreAll(_PlainState):
     """The baseline every engine ships: a full state for each node, one of them kept."""
 
     def verify(self, state, inputs, tree):
-        q, k, v, log_decay, beta = inputs
-        output, states = recurrence.recurrent_tree(
-            q, k, v, log_decay, beta, state, tree
+        impl = store_all_op.IMPLEMENTATIONS.nearest(self.impl)
+        output, states = store_all_op.store_all(
+            *inputs,
+            state,
+            tree.parents(),
+            depth_max=tree.depth_max,
+            impl=impl,
+            output_dtype=inputs.q.dtype,
         )
-        return output.astype(inputs.q.dtype), states.astype(state.dtype)
+        # What the op returns for padding means nothing.
+        return jnp.where(tree.valid()[..., None, None], output, 0), states
 
     def commit(self, state, records, accepted):
         chosen = jax.vmap(lambda states, node: states[node])(records, accepted.node)

@@ -6,27 +6,35 @@ Several implementations stand behind it, see `IMPLEMENTATIONS`.
 """
 
 import dataclasses
-import importlib
-import types
 import typing
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import implementations
+from pallas_kernels.commit import op as commit
 from pallas_kernels.tree_verify import spec as specs
-from treewy_jax import recurrence, wy
 from treewy_jax import tree as tree_lib
 from treewy_jax import typing as dtypes
+from treewy_jax import wy
 
-# In order of preference; modules are imported when they are asked for.
-IMPLEMENTATIONS = {
-    "triton": "pallas_kernels.tree_verify.triton",
-    "mosaic_tpu": "pallas_kernels.tree_verify.mosaic_tpu",
-    "reference": None,
-}
+# In order of preference.
+IMPLEMENTATIONS = implementations.Implementations(
+    "verify",
+    {
+        "mosaic_gpu": "pallas_kernels.tree_verify.mosaic_gpu",
+        "triton": "pallas_kernels.tree_verify.triton",
+        "mosaic_tpu": "pallas_kernels.tree_verify.mosaic_tpu",
+        "jax_triton": "pallas_kernels.tree_verify.jax_triton",
+        "reference": "treewy_jax.wy",
+    },
+    optional=("jax_triton",),
+)
+choose = IMPLEMENTATIONS.choose
+check_impl = IMPLEMENTATIONS.check
+explain = IMPLEMENTATIONS.explain
 
 
 # Unflattening a pytree may put anything into the fields: no run-time type checking.
@@ -54,13 +62,6 @@ jax.tree_util.register_dataclass(
     data_fields=["output", "pseudo_values", "path_log_decay", "log_decay"],
     meta_fields=[],
 )
-
-
-class Choice(typing.NamedTuple):
-    """The implementation that runs a call, and why it is not a faster one."""
-
-    name: str
-    reason: str
 
 
 # Wrong shapes are reported here as ValueError, before a run-time type checker would.
@@ -104,119 +105,47 @@ def verify(
     }
     spec = _spec_of(arrays, tree, precision, output_dtype)
     name = choose(spec, impl).name
-    valid = tree.valid()
-    rows = [
-        jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0)
-        for x in (q, k, v, log_decay, beta)
-    ]
     accumulation = jnp.dtype(spec.accumulation_dtype)
-    rows[3:] = [gate.astype(accumulation) for gate in rows[3:]]
+    log_decay, beta = (gate.astype(accumulation) for gate in (log_decay, beta))
+    log_decay = _zero_padding(log_decay, tree)
+    ancestors = tree.ancestors()
     run = _run_reference if name == "reference" else _run_kernel(name)
-    output, pseudo_values, path_log_decay = run(spec, *rows, state, tree.ancestors())
+    output, pseudo_values = run(spec, q, k, v, log_decay, beta, state, ancestors, tree)
+    high, low = wy.split_path_decay(log_decay, ancestors)
     return Verified(
-        output.astype(spec.output_dtype), pseudo_values, path_log_decay, rows[3]
+        output.astype(spec.output_dtype),
+        pseudo_values,
+        jnp.swapaxes(high + low, 1, 2),
+        log_decay,
     )
 
 
-def _run_reference(spec, q, k, v, log_decay, beta, state, ancestors):
+def _run_reference(spec, q, k, v, log_decay, beta, state, ancestors, tree):
+    del spec
+    q, k, v, beta = (_zero_padding(x, tree) for x in (q, k, v, beta))
     deepest = jnp.max(_sweeps(ancestors), initial=0)
     return wy.verify_reference(q, k, v, log_decay, beta, state, ancestors, deepest)
 
 
 def _run_kernel(name):
-    def run(spec, q, k, v, log_decay, beta, state, ancestors):
-        high, low = wy.split_path_decay(log_decay, ancestors)
-        output, pseudo_values = _module(name).tree_verify(
-            q, k, v, high, low, beta, state, ancestors, _sweeps(ancestors), spec=spec
-        )
-        return output, pseudo_values, jnp.swapaxes(high + low, 1, 2)
+    def run(spec, q, k, v, log_decay, beta, state, ancestors, tree):
+        return IMPLEMENTATIONS.module(name).tree_verify(
+            q, k, v, log_decay, beta, state, ancestors, tree.size, _sweeps(ancestors),
+            spec=spec,
+        )  # fmt: skip
 
     return run
+
+
+def _zero_padding(x, tree):
+    valid = tree.valid()
+    return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0)
 
 
 def _sweeps(ancestors):
     """Return the depth of each row's deepest node: what the solve needs."""
     nodes = jnp.max(jnp.sum(ancestors, axis=-1, dtype=jnp.int32), axis=-1)
     return jnp.maximum(nodes - 1, 0)
-
-
-def choose(spec: specs.Spec, impl: str | None = None) -> Choice:
-    """Pick the implementation for a call; the reason is empty where it is the best.
-
-    Raises ValueError for an unknown name, NotImplementedError for a named
-    implementation that does not support the call.
-    """
-    check_impl(impl)
-    if impl == "reference":
-        return Choice("reference", "")
-    platform = specs.target_platform()
-    if impl in IMPLEMENTATIONS:
-        reason = _module(impl).supports(spec, platform, interpret=True)
-        if reason is not None:
-            raise NotImplementedError(f"impl={impl!r} does not run here: {reason}")
-        return Choice(impl, "")
-    refusals = []
-    for name in IMPLEMENTATIONS:
-        if name == "reference":
-            break
-        reason = _module(name).supports(spec, platform, interpret=False)
-        if reason is None:
-            return Choice(name, "")
-        refusals.append(f"{name} {reason}")
-    return Choice("reference", "; ".join(refusals))
-
-
-def check_impl(impl: str | None) -> None:
-    """Raise ValueError unless `impl` names an implementation, or is None or "auto"."""
-    if impl not in (None, "auto", *IMPLEMENTATIONS):
-        allowed = ", ".join(["auto", *IMPLEMENTATIONS])
-        raise ValueError(f"impl is {impl!r}; allowed: {allowed}")
-
-
-def explain(spec: specs.Spec, impl: str | None = None) -> str:
-    """Return one line: which implementation runs, and why no faster one does."""
-    choice = choose(spec, impl)
-    because = f" ({choice.reason})" if choice.reason else ""
-    return f"verify runs impl={choice.name}{because}"
-
-
-def _module(name: str) -> types.ModuleType:
-    return importlib.import_module(IMPLEMENTATIONS[name])
-
-
-def replay(
-    state: Float[Array, "B Hv Dv Dk"],
-    k: Float[Array, "B n Hk Dk"],
-    pseudo_values: Float[Array, "B n Hv Dv"],
-    log_decay: Float[Array, "B n Hv"],
-    path: Int[Array, "B P"],
-    count: Int[Array, " B"],
-) -> Float[Array, "B Hv Dv Dk"]:
-    """Write the first `count` nodes of each path into the state, root first.
-
-    S <- exp(g_i) S + u_i k_i^T for i along the path; no dot, so no cancellation.
-    A row with count 0 keeps its state bit for bit. The dtype is that of `state`.
-    """
-    dtype = dtypes.accumulation_dtype(*(x.dtype for x in (state, k, pseudo_values)))
-    value_heads = state.shape[1]
-
-    def write(carry, entry):
-        node, position = entry
-        k_t, u_t, g_t = (_take(x, node, dtype) for x in (k, pseudo_values, log_decay))
-        k_t = recurrence.repeat_key_heads(k_t, value_heads)
-        decayed = jnp.exp(g_t)[..., None, None] * carry
-        written = decayed + u_t[..., :, None] * k_t[..., None, :]
-        return jnp.where((position < count)[:, None, None, None], written, carry), None
-
-    entries = (path.T, jnp.arange(path.shape[1]))
-    result, _ = lax.scan(write, state.astype(dtype), entries)
-    return result.astype(state.dtype)
-
-
-def _take(x, node, dtype):
-    """Return row node[b] of x[b] for every b, in the computing dtype."""
-    index = node.reshape(node.shape + (1,) * (x.ndim - 1))
-    return jnp.take_along_axis(x, index, axis=1)[:, 0].astype(dtype)
 
 
 @typing.no_type_check
@@ -226,15 +155,20 @@ def reconstruct(
     verified: Verified,
     tree: tree_lib.DraftTree,
     node: Int[Array, " B"],
+    *,
+    impl: str | None = None,
 ) -> Float[Array, "B Hv Dv Dk"]:
     """Return the state after the accepted node, from the records of `verify`.
 
-    A node outside [0, size), such as -1 for "no step", leaves its row as it is.
+    A node outside [0, size), such as -1 for "no step", leaves its row as it is. `impl`
+    is a name of the implementations in `pallas_kernels.commit.op`.
     """
     if node.shape != (tree.batch,):
         raise ValueError(f"node has shape {node.shape}; [{tree.batch}] is allowed")
     path, count = tree.path(node)
-    return replay(state, k, verified.pseudo_values, verified.log_decay, path, count)
+    return commit.commit(
+        state, k, verified.pseudo_values, verified.log_decay, path, count, impl=impl
+    )
 
 
 def _spec_of(arrays, tree, precision, output_dtype) -> specs.Spec:

@@ -1,18 +1,30 @@
-"""Tree verification as a Pallas Triton kernel for NVIDIA GPUs."""
+"""Tree verification as a Pallas Triton kernel for NVIDIA GPUs.
 
-from typing import Any
+A program serves value heads of one key head, so their Grams are made once. The system
+is solved for the whole matrix, (I + A)^-1 = I - L with L <- A - A L, and not for every
+column of the right-hand side anew: then U = R - L R and O = e^c Q S^T + (W - W L) R
+hang on R alone. With few nodes the tensor cores want the state's rows on their large
+side, so there products are taken transposed and U is swept directly.
+"""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import device, dots, gpu
 from pallas_kernels.tree_verify import body
 from pallas_kernels.tree_verify import config as configs
 from pallas_kernels.tree_verify import spec as specs
 
 # A node pair takes registers in every program; beyond this they spill.
 MOST_NODES = 128
+# A tensor core instruction has 64 rows: from 32 nodes on they fill at least half.
+FEW_NODES = 16
+MOST_UNROLLED = 4
 
 
 def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str | None:
@@ -31,59 +43,174 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
     return specs.unsupported_dtype(spec)
 
 
-def padded_nodes(nodes: int) -> int:
-    """Return the next power of two, at least 16: Triton's tile sizes."""
-    return max(16, 1 << (nodes - 1).bit_length())
-
-
 def tree_verify(
     q: Float[Array, "B n Hk Dk"],
     k: Float[Array, "B n Hk Dk"],
     v: Float[Array, "B n Hv Dv"],
-    high: Float[Array, "B Hv n"],
-    low: Float[Array, "B Hv n"],
+    log_decay: Float[Array, "B n Hv"],
     beta: Float[Array, "B n Hv"],
     state: Float[Array, "B Hv Dv Dk"],
     ancestors: Bool[Array, "B n n"],
+    sizes: Int[Array, " B"],
     sweeps: Int[Array, " B"],
     *,
     spec: specs.Spec,
     config: configs.Config | None = None,
 ) -> tuple[Float[Array, "B n Hv Dv"], Float[Array, "B n Hv Dv"]]:
-    """Return outputs and float32 pseudo-values; rows without ancestors are padding.
+    """Return outputs and float32 pseudo-values, 0 in rows from `sizes` on.
 
-    `high` + `low` is the log decay from the root to each node (see treewy_jax.wy),
-    `sweeps` the depth of each row's tree. Interpreted where the target is a CPU.
+    Those rows are not read. `ancestors` is true at [t, i] for i = t and for the
+    ancestors i of t, `sweeps` the depth of each row's tree. Interpreted where the
+    target is a CPU.
     """
-    platform, device_kind = specs.target_device()
-    interpret = platform == "cpu"
+    platform, device_kind = device.target()
     config = configs.choose(spec, platform, device_kind, config)
-    return body.call(
-        q, k, v, high, low, beta, state, ancestors, sweeps,
-        spec=spec,
-        config=config,
-        nodes=padded_nodes(spec.nodes),
-        head_major=False,
-        ancestors_dtype=jnp.int8,
-        sweeps_spec=pl.BlockSpec((None,), lambda b, h, i: (b,)),
-        read_sweeps=lambda ref: ref[...],
-        precision=_precision(interpret),
+    interpret = platform == "cpu"
+    in_specs, value = _block_specs(spec, config)
+    output, pseudo_values = pl.pallas_call(
+        functools.partial(_kernel, spec=spec, config=config),
+        grid=(
+            spec.value_dim // (config.block_v * config.blocks),
+            spec.value_heads // config.heads,
+            spec.batch,
+        ),
+        in_specs=in_specs,
+        out_specs=[value, value],
+        out_shape=[
+            jax.ShapeDtypeStruct(v.shape, spec.output_dtype),
+            jax.ShapeDtypeStruct(v.shape, jnp.float32),
+        ],
         interpret=interpret,
-        compiler_params=None if interpret else _compiler_params(config),
-    )  # fmt: skip
+        compiler_params=None
+        if interpret
+        else gpu.compiler_params(config.num_warps, config.num_stages),
+        cost_estimate=specs.cost_estimate(spec),
+        name="tree_verify",
+    )(q, k, v, log_decay, beta, state, ancestors, sizes, sweeps)
+    return output, pseudo_values
 
 
-def _precision(interpret: bool) -> Any:
-    # Three bfloat16 products give float32-like accuracy on the tensor cores; HIGHEST
-    # would be scalar arithmetic there and takes minutes to compile.
-    if interpret:
-        return lax.Precision.HIGHEST
-    return lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+def _kernel(
+    q, k, v, log_decay, beta, state, ancestors, sizes, sweeps,
+    output, pseudo_values, *, spec, config,
+):  # fmt: skip
+    split = body.splitter(spec)
+    nodes, heads = q.shape[0], config.heads
+    size = sizes[...]
+    read = functools.partial(_read, nodes=spec.nodes, size=size)
+    queries, keys = (split(read(x.at[...], x.shape)) for x in (q, k))
+    related = gpu.load(ancestors.at[...], _square_mask(nodes, spec.nodes)) != 0
+    related &= _square_mask(nodes, size)
+    gates = [read(x.at[:, :], (nodes, heads)) for x in (log_decay, beta)]
+    solve = _few_nodes if nodes <= FEW_NODES else _many_nodes
+
+    def one_head(head, _):
+        decays, strength = (_column(x.astype(jnp.float32), head) for x in gates)
+        decay, from_state = body.path_decay(jnp.swapaxes(decays, 0, 1), related)
+        # The Grams again for each head: kept, they would cost half the programs that
+        # fit on a multiprocessor.
+        grams = dots.dot(keys, keys, 1, 1), dots.dot(queries, keys, 1, 1)
+        system = body.system(*grams, decay, strength)
+        solved = solve(*system, from_state, strength, sweeps[...], spec.depth, split)
+
+        def one_block(i, _):
+            lines = pl.ds(i * config.block_v, config.block_v)
+            tile = split(gpu.load(state.at[head, lines, :]))
+            block = (nodes, config.block_v)
+            values = read(v.at[:, head, lines], block)
+            # Rows beyond the array are not there to be written.
+            there = gpu.row_mask(block, spec.nodes)
+            results = solved(queries, keys, values.astype(jnp.float32), tile)
+            for ref, result in zip((pseudo_values, output), results, strict=True):
+                gpu.store(ref.at[:, head, lines], result, there)
+
+        lax.fori_loop(0, config.blocks, one_block, None)
+
+    lax.fori_loop(0, heads, one_head, None)
 
 
-def _compiler_params(config: configs.Config) -> Any:
-    from jax.experimental.pallas import triton as pallas_triton
+def _read(ref, shape, *, nodes, size):
+    """Read rows up to `size`, else 0; rows from `nodes` on are not there to be read."""
+    x = gpu.load(ref, gpu.row_mask(shape, nodes))
+    return jnp.where(gpu.row_mask(shape, size), x, jnp.zeros_like(x))
 
-    return pallas_triton.CompilerParams(
-        num_warps=config.num_warps, num_stages=config.num_stages
+
+def _square_mask(nodes, size):
+    square = (nodes, nodes)
+    return gpu.row_mask(square, size) & gpu.row_mask(square, size, axis=1)
+
+
+def _many_nodes(matrix, weights, from_state, strength, sweeps, depth, split):
+    """Return the solution for blocks of the state's rows: u and o, both [n, bv]."""
+    parts = split(matrix)
+    solution = _sweep(
+        lambda x: matrix - dots.dot(parts, split(x), 1, 0),
+        matrix,
+        sweeps - 1,
+        depth - 1,
     )
+    solution = split(solution)
+    weights = split(weights - dots.dot(split(weights), solution, 1, 0))
+
+    def solved(queries, keys, values, tile):
+        right = strength * (values - from_state * dots.dot(keys, tile, 1, 1))
+        rows = split(right)
+        yield right - dots.dot(solution, rows, 1, 0)
+        seen = from_state * dots.dot(queries, tile, 1, 1)
+        yield seen + dots.dot(weights, rows, 1, 0)
+
+    return solved
+
+
+def _few_nodes(matrix, weights, from_state, strength, sweeps, depth, split):
+    """Return the same as `_many_nodes`, by products of shape [bv, n]."""
+    matrix, weights = split(matrix), split(weights)
+    from_state, strength = (jnp.swapaxes(x, 0, 1) for x in (from_state, strength))
+
+    def solved(queries, keys, values, tile):
+        known = from_state * dots.dot(tile, keys, 1, 1)
+        right = strength * (jnp.swapaxes(values, 0, 1) - known)
+        u = _sweep(
+            lambda u: right - dots.dot(split(u), matrix, 1, 1), right, sweeps, depth
+        )
+        yield jnp.swapaxes(u, 0, 1)
+        seen = from_state * dots.dot(tile, queries, 1, 1)
+        yield jnp.swapaxes(seen + dots.dot(split(u), weights, 1, 1), 0, 1)
+
+    return solved
+
+
+def _sweep(step, x, sweeps, most):
+    """Apply `step` `sweeps` times; unrolled to `most` where that is few.
+
+    More sweeps than the tree is deep change nothing.
+    """
+    if most > MOST_UNROLLED:
+        return lax.fori_loop(0, sweeps, lambda _, x: step(x), x)
+    for _ in range(most):
+        x = step(x)
+    return x
+
+
+def _column(x, index):
+    """Return a column of a 2-D value, which cannot be sliced."""
+    chosen = lax.broadcasted_iota(jnp.int32, x.shape, 1) == index
+    return jnp.sum(jnp.where(chosen, x, 0.0), axis=1, keepdims=True)
+
+
+def _block_specs(spec, config):
+    """Return the blocks of the inputs, in the order of `_kernel`, and of an output."""
+    nodes = gpu.power_of_two(spec.nodes)
+    heads, lines = config.heads, config.block_v * config.blocks
+    programs = spec.group // heads  # of one key head
+    key = pl.BlockSpec(
+        (None, nodes, None, spec.key_dim), lambda i, h, b: (b, 0, h // programs, 0)
+    )
+    value = pl.BlockSpec((None, nodes, heads, lines), lambda i, h, b: (b, 0, h, i))
+    gate = pl.BlockSpec((None, nodes, heads), lambda i, h, b: (b, 0, h))
+    tile = pl.BlockSpec(
+        (None, heads, lines, spec.key_dim), lambda i, h, b: (b, h, i, 0)
+    )
+    square = pl.BlockSpec((None, nodes, nodes), lambda i, h, b: (b, 0, 0))
+    scalar = pl.BlockSpec((None,), lambda i, h, b: (b,))
+    return [key, key, value, gate, gate, tile, square, scalar, scalar], value

@@ -101,6 +101,6 @@ def test_five_nodes_by_hand():
     v = jnp.asarray([1.0, 1.0, 3.0, 3.0, 1.0]).reshape(1, 5, 1, 1)
     zero, one = jnp.zeros((1, 5, 1)), jnp.ones((1, 5, 1))
     state = jnp.zeros((1, 1, 1, 2))
-    output, u, _ = wy.verify_reference(key, key, v, zero, one, state, mask, 2)
+    output, u = wy.verify_reference(key, key, v, zero, one, state, mask, 2)
     assert u[0, :, 0, 0].tolist() == [1, 0, 2, 0, 0]
     assert output[0, :, 0, 0].tolist() == [1, 1, 3, 3, 1]

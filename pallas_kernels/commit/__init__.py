@@ -1,0 +1,1 @@
+"""Commit: the state after an accepted path, rebuilt from the records of verify."""

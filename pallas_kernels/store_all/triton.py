@@ -1,0 +1,170 @@
+"""The store-all verification as a Pallas Triton kernel for NVIDIA GPUs.
+
+Bound by writing a state a node. A program takes block_v rows of one head's state
+through all nodes of one tree, in preorder. Either only the last state stays in
+registers and a parent that is not the previous node is read again, or the states of
+the whole path do and nothing is read twice.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import device, gpu
+from pallas_kernels.store_all import config as configs
+from pallas_kernels.store_all import spec as specs
+
+
+def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str | None:
+    """Return why the kernel cannot run this call, or None.
+
+    `interpret` also accepts a CPU, where the kernel is interpreted.
+    """
+    if platform != "gpu" and not (interpret and platform == "cpu"):
+        return f"needs a GPU; the device is a {platform}"
+    for name in ("key_dim", "value_dim"):
+        size = getattr(spec, name)
+        if size < 8 or size & (size - 1):
+            return f"needs {name} to be a power of two >= 8, not {size}"
+    return specs.unsupported_dtype(spec)
+
+
+def store_all(
+    q: Float[Array, "B n Hk Dk"],
+    k: Float[Array, "B n Hk Dk"],
+    v: Float[Array, "B n Hv Dv"],
+    log_decay: Float[Array, "B n Hv"],
+    beta: Float[Array, "B n Hv"],
+    state: Float[Array, "B Hv Dv Dk"],
+    parent: Int[Array, "B n"],
+    *,
+    spec: specs.Spec,
+    config: configs.Config | None = None,
+) -> tuple[Float[Array, "B n Hv Dv"], Float[Array, "B n Hv Dv Dk"]]:
+    """Return output and state of every node (see `op.store_all`)."""
+    platform, device_kind = device.target()
+    config = configs.choose(spec, platform, device_kind, config)
+    interpret = platform == "cpu"
+    nodes, group, block_v = spec.nodes, spec.group, config.block_v
+    # The first axis of the grid runs fastest: neighbours in time are so in memory.
+    key = pl.BlockSpec(
+        (None, nodes, None, spec.key_dim), lambda i, h, b: (b, 0, h // group, 0)
+    )
+    value = pl.BlockSpec((None, nodes, None, block_v), lambda i, h, b: (b, 0, h, i))
+    gate = pl.BlockSpec((None, nodes, None), lambda i, h, b: (b, 0, h))
+    tile = pl.BlockSpec(
+        (None, None, block_v, spec.key_dim), lambda i, h, b: (b, h, i, 0)
+    )
+    tiles = pl.BlockSpec(
+        (None, nodes, None, block_v, spec.key_dim), lambda i, h, b: (b, 0, h, i, 0)
+    )
+    output, states = pl.pallas_call(
+        functools.partial(
+            _resident_kernel if config.resident else _reload_kernel,
+            nodes=nodes,
+            depth=spec.depth,
+            barrier=not interpret,
+        ),
+        grid=(spec.value_dim // block_v, spec.value_heads, spec.batch),
+        in_specs=[
+            pl.BlockSpec((None, nodes), lambda i, h, b: (b, 0)),
+            *[key, key, value, gate, gate, tile],
+        ],
+        out_specs=[value, tiles],
+        out_shape=[
+            jax.ShapeDtypeStruct(v.shape, spec.output_dtype),
+            jax.ShapeDtypeStruct((spec.batch, nodes, *state.shape[1:]), state.dtype),
+        ],
+        interpret=interpret,
+        compiler_params=None
+        if interpret
+        else gpu.compiler_params(config.num_warps, config.num_stages),
+        cost_estimate=pl.CostEstimate(
+            flops=spec.flops,
+            bytes_accessed=spec.bytes_moved,
+            transcendentals=spec.batch * nodes * spec.value_heads,
+        ),
+        name="store_all",
+    )(parent, q, k, v, log_decay, beta, state)
+    return output, states
+
+
+def _reload_kernel(
+    parent, q, k, v, log_decay, beta, state, output, states, *, nodes, depth, barrier
+):
+    del depth  # any
+    advance = functools.partial(_advance, q, k, v, log_decay, beta, output, states)
+
+    def read_again(number):
+        if barrier:
+            # The rows may have been written by other threads of this program.
+            from jax.experimental.pallas import triton as pallas_triton
+
+            pallas_triton.debug_barrier()
+        return states[number].astype(jnp.float32)
+
+    def visit(node, last):
+        number = parent[node]
+        before = lax.cond(
+            number == node - 1,
+            lambda: last,
+            lambda: lax.cond(
+                number < 0,
+                lambda: state[...].astype(jnp.float32),
+                lambda: read_again(number),
+            ),
+        )
+        return advance(node, before)
+
+    lax.fori_loop(0, nodes, visit, state[...].astype(jnp.float32))
+
+
+def _resident_kernel(
+    parent, q, k, v, log_decay, beta, state, output, states, *, nodes, depth, barrier
+):
+    del barrier  # nothing is read again
+    advance = functools.partial(_advance, q, k, v, log_decay, beta, output, states)
+
+    def parent_of(node) -> Array:
+        """Return a node's parent; -2 behind the last node."""
+        inside = jnp.minimum(node, nodes - 1)
+        return jnp.where(node < nodes, parent[inside], -2)
+
+    def visit(level, node, before):
+        """Visit a node and all below it; return the next node and its parent."""
+        after = advance(node, before)
+        following = (node + 1, parent_of(node + 1))
+        if level == depth:
+            return following
+        return lax.while_loop(
+            lambda carry: carry[1] == node,
+            lambda carry: visit(level + 1, carry[0], after),
+            following,
+        )
+
+    # Padding has no parent either: each of its rows starts from the state again.
+    lax.while_loop(
+        lambda carry: carry[0] < nodes,
+        lambda carry: visit(0, carry[0], state[...].astype(jnp.float32)),
+        (jnp.int32(0), jnp.int32(-1)),
+    )
+
+
+def _advance(
+    q, k, v, log_decay, beta, output, states, node, before: Float[Array, "bv Dk"]
+) -> Float[Array, "bv Dk"]:
+    """Write output and state of a node, given its parent's state; return its state."""
+    key = k[node].astype(jnp.float32)[None, :]
+    query = q[node].astype(jnp.float32)[None, :]
+    decayed = jnp.exp(log_decay[node].astype(jnp.float32)) * before
+    read = jnp.sum(decayed * key, axis=1)
+    strength = beta[node].astype(jnp.float32)
+    pseudo_value = strength * (v[node].astype(jnp.float32) - read)
+    after = decayed + pseudo_value[:, None] * key
+    states[node] = after.astype(states.dtype)
+    output[node] = jnp.sum(after * query, axis=1).astype(output.dtype)
+    return after
