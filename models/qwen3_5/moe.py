@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import layers
-from pallas_kernels.grouped_matmul import reference as grouped_matmul
+from pallas_kernels.grouped_matmul import op as grouped_matmul
 
 
 class Experts(nnx.Module):

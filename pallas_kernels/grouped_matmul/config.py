@@ -1,0 +1,93 @@
+"""How the expert layer is cut: explicit, else tuned, else heuristic."""
+
+import dataclasses
+import pathlib
+
+from pallas_kernels import tuning
+from pallas_kernels.grouped_matmul import spec as specs
+
+TUNED = pathlib.Path(__file__).parent / "tuned"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles of the two products. A row block holds rows of one expert.
+
+    Attributes:
+      rows: rows of a block.
+      up_columns, up_depth: columns of gate and of up that a program makes, and of x
+        that it reads at a time.
+      up_warps, up_stages: warps of such a GPU program, tiles it loads ahead.
+      down_columns, down_depth, down_warps, down_stages: the same of the second product.
+      weights_first: the expert's columns are the rows of the tensor cores' product.
+    """
+
+    rows: int
+    up_columns: int
+    up_depth: int
+    down_columns: int
+    down_depth: int
+    up_warps: int = 4
+    up_stages: int = 4
+    down_warps: int = 4
+    down_stages: int = 4
+    weights_first: bool = False
+
+
+def choose(
+    spec: specs.Spec, platform: str, device_kind: str, explicit: Config | None = None
+) -> Config:
+    """Return the explicit configuration, else the tuned one, else a heuristic.
+
+    Raises ValueError where the explicit one does not divide the sizes.
+    """
+    if explicit is not None:
+        return _checked(spec, explicit)
+    tuned = tuning.lookup(TUNED, device_kind, spec)
+    return heuristic(spec, platform) if tuned is None else Config(**tuned)
+
+
+def heuristic(spec: specs.Spec, platform: str) -> Config:
+    """Guess: rows for the mean expert, and the largest tiles that divide the sizes."""
+    mean = spec.pairs / spec.experts
+    if platform == "tpu":
+        wide = 128 if spec.expert_dtype == "float32" else 256
+        columns = divisor(spec.inner, wide)
+        rows = 16 if mean <= 8 else 32 if mean <= 24 else 64
+        return Config(rows, columns, spec.hidden, spec.hidden, spec.inner)
+    rows = 16 if mean <= 8 else 32 if mean <= 24 else 64 if mean <= 48 else 128
+    warps, stages = (8, 3) if rows == 128 else (4, 4)
+    # float32 takes twice the bytes. Few pairs make few programs: smaller tiles.
+    narrow = spec.expert_dtype == "float32"
+    depth = 32 if narrow else 64
+    return Config(
+        rows=rows,
+        up_columns=divisor(spec.inner, 64 if narrow or spec.pairs <= 64 else 128),
+        up_depth=divisor(spec.hidden, depth),
+        down_columns=divisor(spec.hidden, 128),
+        down_depth=divisor(spec.inner, depth),
+        up_warps=warps,
+        up_stages=stages,
+        down_warps=warps,
+        down_stages=stages,
+    )
+
+
+def divisor(size: int, most: int) -> int:
+    """Return the largest power of two that divides `size`, at most `most`."""
+    return min(most, size & -size)
+
+
+def _checked(spec: specs.Spec, config: Config) -> Config:
+    for name, size in (
+        ("up_columns", spec.inner),
+        ("up_depth", spec.hidden),
+        ("down_columns", spec.hidden),
+        ("down_depth", spec.inner),
+    ):
+        tile = getattr(config, name)
+        if tile < 1 or size % tile:
+            raise ValueError(f"{name} is {tile}; a divisor of {size} is allowed")
+    if config.rows < 1:
+        raise ValueError(f"rows is {config.rows}; 1 or more is allowed")
+    return config

@@ -1,0 +1,135 @@
+"""Shape contract of the expert layer: what a call is, costs and must move."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Sizes and dtypes of one call; hashable, so it may be a static argument.
+
+    Attributes:
+      tokens, per_token: rows of x, and experts that each of them goes to.
+      experts: matrices in the stack.
+      hidden, inner: columns of x, and of an expert's intermediate.
+      input_dtype, expert_dtype: names of the dtypes of x and of the matrices.
+    """
+
+    tokens: int
+    per_token: int
+    experts: int
+    hidden: int
+    inner: int
+    input_dtype: str
+    expert_dtype: str
+
+    @property
+    def pairs(self) -> int:
+        """Rows of work: a token and one of its experts."""
+        return self.tokens * self.per_token
+
+    @property
+    def touched(self) -> float:
+        """Experts with at least one token, on average over uniform routes."""
+        missed = (1 - self.per_token / self.experts) ** self.tokens
+        return self.experts * (1 - missed)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Least traffic for uniform routes; see `bytes_for`."""
+        return self.bytes_for(self.touched)
+
+    def bytes_for(self, touched: float) -> int:
+        """Return the least traffic with that many experts touched.
+
+        Their matrices are read once, x and the routes are read, the output is written.
+        """
+        matrices = 3 * self.hidden * self.inner * jnp.dtype(self.expert_dtype).itemsize
+        rows = 2 * self.tokens * self.hidden * jnp.dtype(self.input_dtype).itemsize
+        return round(touched * matrices) + rows + 8 * self.pairs
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds times two of the three products."""
+        return 6 * self.pairs * self.hidden * self.inner
+
+
+def make_spec(
+    *,
+    tokens: int,
+    per_token: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    input_dtype: DTypeLike = "bfloat16",
+    expert_dtype: DTypeLike | None = None,
+) -> Spec:
+    """Describe a call; `expert_dtype` None is that of the input.
+
+    Raises ValueError for a size below one and for more experts a token than there are.
+    """
+    sizes = {
+        "tokens": tokens,
+        "per_token": per_token,
+        "experts": experts,
+        "hidden": hidden,
+        "inner": inner,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; 1 or more is allowed")
+    return Spec(
+        **sizes,
+        input_dtype=jnp.dtype(input_dtype).name,
+        expert_dtype=jnp.dtype(
+            input_dtype if expert_dtype is None else expert_dtype
+        ).name,
+    )
+
+
+def spec_of(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+) -> Spec:
+    """Describe the call of these arrays.
+
+    Raises ValueError where shapes or dtypes do not belong together.
+    """
+    for name, array, rank in (
+        ("x", x, 2),
+        ("gate_up", gate_up, 3),
+        ("down", down, 3),
+        ("experts", experts, 2),
+    ):
+        if array.ndim != rank:
+            raise ValueError(f"{name} has shape {array.shape}; rank {rank} is allowed")
+    (tokens, hidden), (count, inner) = x.shape, down.shape[:2]
+    for name, array, shape in (
+        ("gate_up", gate_up, (count, hidden, 2 * inner)),
+        ("down", down, (count, inner, hidden)),
+        ("experts", experts, (tokens, experts.shape[1])),
+        ("weights", weights, experts.shape),
+    ):
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}; {shape} is allowed")
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise ValueError(f"experts has dtype {experts.dtype}; an integer is allowed")
+    if gate_up.dtype != down.dtype:
+        raise ValueError(
+            f"down has dtype {down.dtype}; that of gate_up, {gate_up.dtype}, is allowed"
+        )
+    return make_spec(
+        tokens=tokens,
+        per_token=experts.shape[1],
+        experts=count,
+        hidden=hidden,
+        inner=inner,
+        input_dtype=x.dtype,
+        expert_dtype=gate_up.dtype,
+    )
