@@ -35,8 +35,8 @@ def dot(a: Sequence[Array], b: Sequence[Array], a_axis: int, b_axis: int) -> Arr
     """Contract an axis of each 2-D operand, given in parts, into a float32 array.
 
     Products of small parts with small parts are left out: with two parts a side the
-    relative error is at most about 2^-16, that of BF16x3 (Henry et al., arXiv 1904.06376).
-    The smallest products come first, so that the sum keeps them.
+    relative error is at most about 2^-16, that of BF16x3 (Henry et al., arXiv
+    1904.06376). The smallest products come first, so that the sum keeps them.
     """
     most = max(len(a), len(b))
     pairs = [(i, j) for i in range(len(a)) for j in range(len(b)) if i + j < most]
