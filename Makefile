@@ -4,6 +4,7 @@
 # make types      pyright
 # make notebooks  execute the notebooks of colab/
 # make compile-check  set up, then compile the kernels for GPUs and TPUs without one
+# make compile-check-next  the same with the next JAX (COMPILE_VENV, NEXT_VENV: where)
 # make clean      remove the environment, builds and caches
 
 SHELL := bash
@@ -13,6 +14,7 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 COMPILE_VENV := .venv-compile
+NEXT_VENV := .venv-compile-next
 WORKERS ?= 2
 PROMPT ?= Tell me a story about a rabbit who has a lantern and lives near the river.
 ARGS ?= --tree 3,3,3 --prompt "$(PROMPT)"
@@ -31,7 +33,7 @@ PYTHON312 = $(shell for python in $(PYTHON) python3.12 python3 python \
 NO_PYTHON = No Python 3.12 found: JAX 0.11 needs it. Install it or say \
 	make $(MAKECMDGOALS) PYTHON=PATH
 
-.PHONY: help decode test lint format types notebooks compile-check clean
+.PHONY: help decode test lint format types notebooks compile-check compile-check-next clean
 help:
 	@sed -n 's/^# \(make \)/\1/p' Makefile
 
@@ -60,11 +62,14 @@ notebooks: $(VENV)/notebooks.done
 compile-check: $(COMPILE_VENV)/compile.done
 	$(COMPILE_VENV)/bin/python scripts/compile_check.py $(CHECK_ARGS)
 
+compile-check-next: $(NEXT_VENV)/compile-next.done
+	$(NEXT_VENV)/bin/python scripts/compile_check.py $(CHECK_ARGS)
+
 clean:
-	rm -rf $(VENV) $(COMPILE_VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(COMPILE_VENV) $(NEXT_VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Set-up. A stamp older than pyproject.toml means that the pins have changed.
-$(VENV)/venv.done $(COMPILE_VENV)/venv.done:
+$(VENV)/venv.done $(COMPILE_VENV)/venv.done $(NEXT_VENV)/venv.done:
 	$(or $(PYTHON312),$(error $(NO_PYTHON))) -m venv --clear $(@D)
 	$(PIP) --upgrade "pip>=25.1"
 	@touch $@
@@ -83,4 +88,8 @@ $(VENV)/notebooks.done: $(VENV)/test.done
 
 $(COMPILE_VENV)/compile.done: pyproject.toml | $(COMPILE_VENV)/venv.done
 	$(PIP) -e . --group compile
+	@touch $@
+
+$(NEXT_VENV)/compile-next.done: pyproject.toml | $(NEXT_VENV)/venv.done
+	$(PIP) -e . --group compile-next
 	@touch $@

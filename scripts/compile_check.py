@@ -3,10 +3,12 @@
     python scripts/compile_check.py
     python scripts/compile_check.py --targets H200 v5e:2x2 --json result.json
 
-Exit status: 0; 1 where a kernel does not compile, exceeds the device's shared memory or
-spills more than scripts/compiling/kernels.py allows; 2 for a wrong argument or a
-missing compiler, with one line on stderr. `make compile-check` installs the compilers.
-Numbers and speed are not checked.
+What is compiled are the cases of scripts/workloads that are tagged "compile": Pallas
+Triton for a GPU, Pallas TPU for a TPU. Exit status: 0; 1 where a kernel does not
+compile, exceeds the device's shared memory or spills more than
+scripts/compiling/kernels.py allows; 2 for a wrong argument or a missing compiler, with
+one line on stderr. `make compile-check` installs the compilers, `make
+compile-check-next` those of the next JAX. Numbers and speed are not checked.
 """
 
 import concurrent.futures
@@ -20,14 +22,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tyro
-from rich import console as rich_console
-
 from scripts import reporting
+from scripts.benching import command
 from scripts.compiling import kernels, report, targets
-
-# Of the table where no terminal sets the width: nothing is cut short in a log.
-LOG_WIDTH = 160
+from scripts.workloads import all as workloads
+from scripts.workloads import base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,27 +35,24 @@ class Options:
 
     targets: tuple[str, ...] = targets.DEFAULT
     """H200, B200, or TPU topologies such as v5e:2x2."""
-    kernels: tuple[str, ...] = tuple(kernels.KERNELS)
-    """Kernels to compile; by default all."""
+    kernels: tuple[str, ...] = tuple(workloads.MODULES)
+    """Ops to compile; by default all that have workloads."""
+    workers: int = 2
+    """Targets that are compiled for at the same time."""
     json: pathlib.Path | None = None
     """Write the figures to this file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    chosen = tyro.cli(Options, args=arguments, prog="compile_check.py")
     try:
+        chosen = command.parse(Options, "compile_check.py", arguments)
         asked = check_options(chosen)
     except (ValueError, OSError) as error:
-        print(f"compile_check.py: error: {error}", file=sys.stderr)
-        return 2
-    console = rich_console.Console(highlight=False)
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
-    rows: list[report.Row] = []
-    for target in asked:
-        with console.status(f"compiling for {target.name}"):
-            rows += check_apart(target.name, chosen.kernels)
+        return command.refuse("compile_check.py", error)
+    console = command.console()
+    with console.status("compiling"):
+        rows = check_all(asked, chosen.kernels, chosen.workers)
     console.print(report.table(rows), report.summary(rows))
     if chosen.json is not None:
         write(chosen.json, rows)
@@ -73,9 +69,11 @@ def check_options(chosen: Options) -> list[targets.Target]:
         if not given:
             raise ValueError(f"{name} is empty; one or more are allowed")
     for name in chosen.kernels:
-        if name not in kernels.KERNELS:
-            allowed = ", ".join(kernels.KERNELS)
+        if name not in workloads.MODULES:
+            allowed = ", ".join(workloads.MODULES)
             raise ValueError(f"kernels names {name!r}; allowed: {allowed}")
+    if chosen.workers < 1:
+        raise ValueError(f"workers is {chosen.workers}; 1 or more are allowed")
     if chosen.json is not None and chosen.json.is_dir():
         raise ValueError(f"json is {chosen.json}, a folder; a file is allowed")
     absent = dict.fromkeys(name for t in asked for name in targets.missing(t))
@@ -87,18 +85,28 @@ def check_options(chosen: Options) -> list[targets.Target]:
     return asked
 
 
-def check_apart(target_name: str, kernel_names: Sequence[str]) -> list[report.Row]:
+def check_all(
+    asked: Sequence[targets.Target], names: Sequence[str], workers: int
+) -> list[report.Row]:
+    """Check kernels for every target, some of them side by side, in the order asked."""
+    for target in asked:  # before JAX starts in the new processes
+        targets.prepare(target)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        found = pool.map(lambda target: check_apart(target.name, names), asked)
+        return [row for rows in found for row in rows]
+
+
+def check_apart(target_name: str, names: Sequence[str]) -> list[report.Row]:
     """Check kernels for a target in a process of its own; if it dies, that is a row."""
-    targets.prepare(targets.parse(target_name))  # before JAX starts in the new process
     begin = time.perf_counter()
     try:
-        return in_fresh_process(check, target_name, tuple(kernel_names))
+        return in_fresh_process(check, target_name, tuple(names))
     except concurrent.futures.process.BrokenProcessPool:
         seconds = time.perf_counter() - begin
         reason = ("the compiler ended its process",)
-        kernel = ", ".join(kernel_names)
         nothing = report.Resources()
-        return [report.Row(target_name, kernel, "all", seconds, nothing, reason)]
+        all_of_them = ", ".join(names)
+        return [report.Row(target_name, all_of_them, "all", seconds, nothing, reason)]
 
 
 def in_fresh_process(function: Callable, *arguments: Any) -> Any:
@@ -111,47 +119,57 @@ def in_fresh_process(function: Callable, *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def check(target_name: str, kernel_names: Sequence[str]) -> list[report.Row]:
-    """Compile every variant of the kernels for a target and compare with the bounds."""
+def check(target_name: str, names: Sequence[str]) -> list[report.Row]:
+    """Compile every case of some ops for a target and compare with the bounds."""
     target = targets.parse(target_name)
     warnings.filterwarnings("ignore", ".*[Tt]riton.*", DeprecationWarning)
+    cases = workloads.cases(names, ["compile", f"compile-{target.platform}"])
+    usual = kernels.IMPLEMENTATION[target.platform]
     return [
-        check_variant(target, name, variant)
-        for name in kernel_names
-        for variant in kernels.KERNELS[name]()
+        check_case(target, case, impl)
+        for case in cases
+        for impl in (usual, *kernels.ALSO.get((target_name, case.op), ()))
     ]
 
 
-def check_variant(
-    target: targets.Target, kernel: str, variant: kernels.Variant
-) -> report.Row:
-    """Compile one variant; whatever goes wrong becomes a problem of its row."""
+def check_case(target: targets.Target, case: base.Case, impl: str) -> report.Row:
+    """Compile one case; whatever goes wrong becomes a problem of its row."""
     begin = time.perf_counter()
     used = report.Resources()
+    usual = impl == kernels.IMPLEMENTATION[target.platform]
+    label = case.label if usual else f"{case.label} {impl}"
     try:
-        used = compile_variant(target, kernel, variant)
-        bound = kernels.MAX_SPILL[kernel, variant.kind]
-        found = report.problems(target, used, bound)
+        used = compile_case(target, case, impl)
+        bound = kernels.bound(case.op, case.kind)
+        found = report.problems(target, used, bound) if usual else ()
     except Exception as error:  # each compiler has its own
         lines = str(error).strip().splitlines() or [""]
         found = (f"{type(error).__name__}: {lines[0][:300]}",)
     seconds = time.perf_counter() - begin
-    return report.Row(target.name, kernel, variant.label, seconds, used, found)
+    return report.Row(target.name, case.op, label, seconds, used, found)
 
 
-def compile_variant(
-    target: targets.Target, kernel: str, variant: kernels.Variant
+def compile_case(
+    target: targets.Target, case: base.Case, impl: str
 ) -> report.Resources:
-    """Compile one variant and return what its kernel uses of the device."""
-    function, shapes = variant.case(target.platform)
+    """Compile one case and return what its kernels use of the device, if it is known.
+
+    Of the leaves in `kernels.ALSO` it is not.
+    """
+    names = case.kernels or (case.op,)
     with tempfile.TemporaryDirectory() as folder:
-        options = targets.dump_options(target, folder)
         compiled = targets.compile_for(
-            target, function, *shapes, compiler_options=options
+            target,
+            case.call(impl, None),
+            *case.shapes(),
+            donate=case.donate,
+            compiler_options=targets.dump_options(target, folder),
         )
+        if impl != kernels.IMPLEMENTATION[target.platform]:
+            return report.Resources()
         if target.platform == "tpu":
-            return report.tpu_resources(compiled, kernel)
-        return report.gpu_resources(pathlib.Path(folder), kernel)
+            return report.tpu_resources(compiled, names)
+        return report.gpu_resources(pathlib.Path(folder), names)
 
 
 def write(path: pathlib.Path, rows: Sequence[report.Row]) -> None:

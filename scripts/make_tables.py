@@ -87,10 +87,63 @@ def memory_a_sequence() -> str:
     return markdown(header, rows)
 
 
+def verification() -> str:
+    """Microseconds of one layer's tree verification, by implementation."""
+    rows = []
+    for case, found in _by_case("verify", "tree_verify").items():
+        floor = found["triton"]["floors"]["bytes_us"]
+        rows.append([case, f"{floor:.3g}", *(_time(found[i]) for i in VERIFIERS)])
+    header = ["one layer, n nodes", "byte floor", "`mosaic_gpu`", "`triton`"]
+    return markdown(header, rows)
+
+
+VERIFIERS = ("mosaic_gpu", "triton")
+
+
+def verification_in_short() -> str:
+    """The largest batch and a bfloat16 state: floor and both GPU kernels."""
+    found = _by_case("verify", "tree_verify")
+    rows = []
+    for nodes in (4, 15, 40):
+        row = found[f"n={nodes} B=256 S=bfloat16 fast"]
+        floor = row["triton"]["floors"]["bytes_us"]
+        rows.append([str(nodes), f"{floor:.3g}", *(_time(row[i]) for i in VERIFIERS)])
+    return markdown(["nodes", "byte floor", "`mosaic_gpu`", "`triton`"], rows)
+
+
+def other_kernels() -> str:
+    """Microseconds of the other ops and how many times their floor that is."""
+    rows = []
+    for name, op in (("verify", "commit"), *(("kernels", op) for op in OTHERS)):
+        for case, found in _by_case(name, op).items():
+            floor = max(found["triton"]["floors"].values())
+            rows.append([f"`{op}`", case, f"{floor:.3g}", _time(found["triton"])])
+    return markdown(["op", "case", "floor", "median (times floor)"], rows)
+
+
+OTHERS = ("decode", "gdn_front", "grouped_matmul", "tree_attention")
+
+
+def _by_case(name: str, op: str) -> dict[str, dict[str, Any]]:
+    """Return the timed rows of an op, by case and implementation."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in read(f"nvidia-h200/{name}")["rows"]:
+        if row["op"] == op and row["device_us"] is not None:
+            found.setdefault(row["case"], {})[row["impl"]] = row
+    return found
+
+
+def _time(row: dict[str, Any]) -> str:
+    return f"{row['device_us']['median']:.3g} ({row['times_floor']:.2f})"
+
+
 TABLES = {
     acceptance: "README.md",
     memory_a_sequence: "README.md",
     validation: "models/pretrained/tiny/README.md",
+    verification_in_short: "README.md",
+    verification: "scripts/results/README.md",
+    other_kernels: "scripts/results/README.md",
 }
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import layers
-from pallas_kernels.chunk_prefill import reference as chunk_prefill
-from treewy_jax import commit, conv, recurrence
+from pallas_kernels.chunk_prefill import op as chunk_prefill
+from pallas_kernels.decode import op as decode
+from pallas_kernels.gdn_front import op as gdn_front
+from treewy_jax import commit, conv
 from treewy_jax import tree as tree_lib
 
 L2_EPS = 1e-6
@@ -95,11 +97,12 @@ class GatedDeltaNet(nnx.Module):
         """Run one token by the recurrence; returns its row, new window and state."""
         x = x[:, None]
         rows = self.in_proj_qkv(x)
-        q, k, v = self._heads(conv.causal(rows, window, self.conv1d.weight[...]))
-        log_decay, beta = self._gates(x)
-        output, after = recurrence.sequence(q, k, v, log_decay, beta, state)
+        width = self.conv1d.weight.shape[-1]
+        newest = jnp.broadcast_to(jnp.arange(width), (x.shape[0], 1, width))
+        inputs = self._front(x, rows, window, newest)
+        output, after = decode.decode(*(row[:, 0] for row in inputs), state)
         window = conv.window_at(rows, window, jnp.ones(x.shape[0], jnp.int32))
-        return self._output(output, x)[:, 0], (window, after.astype(state.dtype))
+        return self._output(output[:, None], x)[:, 0], (window, after)
 
     def verify(
         self,
@@ -116,12 +119,32 @@ class GatedDeltaNet(nnx.Module):
         and the records to commit from: (raw conv rows [B, n, C], lifecycle records).
         """
         rows = self.in_proj_qkv(x)
-        mixed = conv.tree(rows, window, self.conv1d.weight[...], windows)
-        q, k, v = self._heads(mixed)
-        log_decay, beta = self._gates(x)
-        inputs = commit.Inputs(q, k, v, log_decay, beta)
+        inputs = self._front(x, rows, window, windows)
         output, records = lifecycle.verify(state, inputs, tree)
         return self._output(output, x), (rows, records)
+
+    def _front(
+        self,
+        x: Float[Array, "B n H"],
+        rows: Float[Array, "B n C"],
+        window: Float[Array, "B W1 C"],
+        windows: Int[Array, "B n W"],
+    ) -> commit.Inputs:
+        """Conv along `windows`, heads and gates of every node, in one launch."""
+        return commit.Inputs(
+            *gdn_front.gdn_front(
+                rows,
+                window,
+                self.conv1d.weight[...],
+                self.in_proj_a(x),
+                self.in_proj_b(x),
+                self.A_log[...],
+                self.dt_bias[...],
+                windows,
+                key_heads=self.config.linear_num_key_heads,
+                key_dim=self.config.linear_key_head_dim,
+            )
+        )
 
     def _heads(self, mixed: Float[Array, "B T C"]) -> tuple[Array, Array, Array]:
         """Split conv outputs into q, k (normalised, q scaled) and v, after silu."""

@@ -142,7 +142,7 @@ def chunk_decays(log_decay: Float[Array, "N B Hk G C"]) -> Decays:
     )
 
 
-def _split(x: Array, spec: spec_lib.ChunkPrefillSpec) -> Array:
+def _split(x: Array, spec: spec_lib.Spec) -> Array:
     """[B, T, H, ...] to [N, B, Hk, H / Hk, C, ...], padded with zeros."""
     pads = [(0, 0)] * x.ndim
     pads[1] = (0, spec.padding)
@@ -154,7 +154,7 @@ def _split(x: Array, spec: spec_lib.ChunkPrefillSpec) -> Array:
     return jnp.moveaxis(x, (0, 1, 2), (1, 0, 4))
 
 
-def _merge(x: Array, spec: spec_lib.ChunkPrefillSpec) -> Array:
+def _merge(x: Array, spec: spec_lib.Spec) -> Array:
     """[N, B, Hk, G, C, D] back to [B, T, Hv, D], the padding dropped."""
     x = jnp.moveaxis(x, (1, 0, 4), (0, 1, 2))
     x = x.reshape(spec.batch, -1, spec.value_heads, x.shape[-1])

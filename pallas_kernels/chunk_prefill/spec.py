@@ -6,12 +6,13 @@ import math
 import jax
 import jax.numpy as jnp
 
+Shaped = jax.Array | jax.ShapeDtypeStruct
 _NAMES = ("q", "k", "v", "log_decay", "beta", "state")
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkPrefillSpec:
-    """Sizes and dtype of one call; `chunk` is the chunk length really used."""
+class Spec:
+    """Sizes and dtype names of one call; `chunk` is the reference's chunk length."""
 
     batch: int
     tokens: int
@@ -20,7 +21,9 @@ class ChunkPrefillSpec:
     key_dim: int
     value_dim: int
     chunk: int
-    dtype: jnp.dtype
+    input_dtype: str
+    state_dtype: str
+    output_dtype: str
 
     @property
     def group(self) -> int:
@@ -40,24 +43,35 @@ class ChunkPrefillSpec:
     @property
     def compute_dtype(self) -> jnp.dtype:
         """Operands of the large dots: bfloat16 only for bfloat16 inputs."""
-        low = self.dtype == jnp.bfloat16
+        low = self.input_dtype == "bfloat16"
         return jnp.dtype(jnp.bfloat16) if low else self.accumulator_dtype
 
     @property
     def accumulator_dtype(self) -> jnp.dtype:
         """Gates, decays, solves, states: float64 for float64, else float32."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return jnp.promote_types(self.input_dtype, jnp.float32)
+
+    @property
+    def parts(self) -> int:
+        """Bfloat16 parts of an operand: one for bfloat16 inputs, else two."""
+        return 1 if self.input_dtype == "bfloat16" else 2
+
+    @property
+    def part_dtype(self) -> jnp.dtype:
+        """What the kernels keep between launches."""
+        return jnp.dtype(jnp.bfloat16 if self.parts == 1 else jnp.float32)
 
     @property
     def bytes_moved(self) -> int:
         """Least traffic: every input read once, output and state written once."""
-        rows = self.batch * self.tokens
-        keys = 2 * self.key_heads * self.key_dim
-        values = 2 * self.value_heads * self.value_dim
-        size, wide = self.dtype.itemsize, self.accumulator_dtype.itemsize
-        state = self.batch * self.value_heads * self.value_dim * self.key_dim
-        gates = 2 * self.value_heads
-        return rows * (size * (keys + values) + wide * gates) + 2 * wide * state
+        size = {x: jnp.dtype(x).itemsize for x in self._dtypes()}
+        keys = 2 * self.key_heads * self.key_dim * size[self.input_dtype]
+        values = self.value_heads * self.value_dim
+        values *= size[self.input_dtype] + size[self.output_dtype]
+        gates = 2 * self.value_heads * self.accumulator_dtype.itemsize
+        state = self.value_heads * self.value_dim * self.key_dim
+        state *= 2 * size[self.state_dtype]
+        return self.batch * (self.tokens * (keys + values + gates) + state)
 
     @property
     def flops(self) -> int:
@@ -71,22 +85,19 @@ class ChunkPrefillSpec:
         per_chunk += self.value_heads * (solve + mix + carry)
         return 2 * self.batch * self.chunks * per_chunk
 
-
-def supports(spec: ChunkPrefillSpec) -> str | None:
-    """Say why the JAX form cannot run `spec`, or None: it runs every legal one."""
-    del spec
-    return None
+    def _dtypes(self) -> tuple[str, ...]:
+        return self.input_dtype, self.state_dtype, self.output_dtype
 
 
 def make_spec(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    state: jax.Array,
-    chunk: int,
-) -> ChunkPrefillSpec:
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
+    log_decay: Shaped,
+    beta: Shaped,
+    state: Shaped,
+    chunk: int = 64,
+) -> Spec:
     """Check the arguments against each other and describe the call.
 
     Raises:
@@ -106,16 +117,27 @@ def make_spec(
         )
     if tokens == 0:
         raise ValueError("q has 0 tokens; allowed: at least 1")
-    return ChunkPrefillSpec(
-        batch,
-        tokens,
-        key_heads,
-        value_heads,
-        key_dim,
-        value_dim,
-        _chunk_length(chunk, tokens),
-        jnp.result_type(q, k, v),
+    return Spec(
+        batch=batch,
+        tokens=tokens,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        chunk=_chunk_length(chunk, tokens),
+        input_dtype=jnp.result_type(q, k, v).name,
+        state_dtype=state.dtype.name,
+        output_dtype=v.dtype.name,
     )
+
+
+def unsupported_dtype(spec: Spec) -> str | None:
+    """Return why a kernel that accumulates in float32 cannot take these dtypes."""
+    for kind in ("input", "state", "output"):
+        name = getattr(spec, f"{kind}_dtype")
+        if name not in ("float32", "bfloat16"):
+            return f"takes float32 and bfloat16, not {kind} dtype {name}"
+    return None
 
 
 def _chunk_length(chunk: int, tokens: int) -> int:
@@ -124,7 +146,7 @@ def _chunk_length(chunk: int, tokens: int) -> int:
     return min(chunk, 1 << (tokens - 1).bit_length())
 
 
-def _check_ranks(arrays: dict[str, jax.Array]) -> None:
+def _check_ranks(arrays: dict[str, Shaped]) -> None:
     for name, array in arrays.items():
         rank = 3 if name in ("log_decay", "beta") else 4
         if array.ndim != rank:

@@ -160,11 +160,15 @@ def _advance(
     """Write output and state of a node, given its parent's state; return its state."""
     key = k[node].astype(jnp.float32)[None, :]
     query = q[node].astype(jnp.float32)[None, :]
-    decayed = jnp.exp(log_decay[node].astype(jnp.float32)) * before
-    read = jnp.sum(decayed * key, axis=1)
+    decay = jnp.exp(log_decay[node].astype(jnp.float32))
+    # Both sums over the old state, S' q = e^g S q + u (k q): neither waits for the
+    # other, and few programs fit on a multiprocessor to fill such waits.
+    read = decay * jnp.sum(before * key, axis=1)
+    carried = decay * jnp.sum(before * query, axis=1)
     strength = beta[node].astype(jnp.float32)
     pseudo_value = strength * (v[node].astype(jnp.float32) - read)
-    after = decayed + pseudo_value[:, None] * key
+    after = decay * before + pseudo_value[:, None] * key
     states[node] = after.astype(states.dtype)
-    output[node] = jnp.sum(after * query, axis=1).astype(output.dtype)
+    out = carried + pseudo_value * jnp.sum(key * query)
+    output[node] = out.astype(output.dtype)
     return after

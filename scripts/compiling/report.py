@@ -76,10 +76,11 @@ def parse_launches(text: str) -> dict[str, int]:
     return {name: int(size) for name, size in LAUNCH.findall(text)}
 
 
-def gpu_resources(folder: pathlib.Path, kernel: str) -> Resources:
-    """Return what a kernel uses, from XLA's dump of the module that launches it.
+def gpu_resources(folder: pathlib.Path, names: tuple[str, ...]) -> Resources:
+    """Return the most that one of a call's kernels uses, from XLA's dump of its module.
 
-    Raises ValueError where the dump does not show the kernel: nothing was checked.
+    `names` are what the kernels' names begin with. Raises ValueError where the dump
+    shows none of them, or launches one whose code it does not show.
     """
     launches = {}
     for file in sorted(folder.glob("*.thunk_sequence.txt")):
@@ -87,14 +88,18 @@ def gpu_resources(folder: pathlib.Path, kernel: str) -> Resources:
     found = {}
     for file in sorted(folder.glob("*.ptx")):
         found |= parse_ptxas(_run_ptxas(file))
-    if kernel not in launches or kernel not in found:
+    ours = [name for name in launches if name.startswith(names)]
+    if not ours or not found.keys() >= set(ours):
         raise ValueError(
-            f"the dump shows no kernel {kernel}; launched: {sorted(launches)}, "
-            f"in PTX: {sorted(found)}"
+            f"the dump shows no kernel {' or '.join(names)}; launched: "
+            f"{sorted(launches)}, in PTX: {sorted(found)}"
         )
-    used = found[kernel]
-    total = used.shared_memory + launches[kernel]
-    return dataclasses.replace(used, shared_memory=total)
+    return Resources(
+        architecture=found[ours[0]].architecture,
+        shared_memory=max(found[x].shared_memory + launches[x] for x in ours),
+        registers=max(found[x].registers for x in ours),
+        spill_bytes=max(found[x].spill_bytes for x in ours),
+    )
 
 
 def _run_ptxas(file: pathlib.Path) -> str:
@@ -107,15 +112,15 @@ def _run_ptxas(file: pathlib.Path) -> str:
     return done.stdout + done.stderr
 
 
-def tpu_resources(compiled: jax.stages.Compiled, kernel: str) -> Resources:
+def tpu_resources(compiled: jax.stages.Compiled, names: tuple[str, ...]) -> Resources:
     """Return the code size; overflowing vector memory is a compile error already.
 
-    Raises ValueError where the program does not call the kernel.
+    Raises ValueError where the program calls no kernel whose name begins with `names`.
     """
-    if not re.search(rf"custom-call.*\b{kernel}\b", compiled.as_text()):
-        raise ValueError(f"the program calls no kernel {kernel}")
-    size = compiled.memory_analysis().generated_code_size_in_bytes
-    return Resources(code_bytes=size)
+    if not re.search(rf"custom-call.*\b({'|'.join(names)})", compiled.as_text()):
+        raise ValueError(f"the program calls no kernel {' or '.join(names)}")
+    code = compiled.memory_analysis().generated_code_size_in_bytes
+    return Resources(code_bytes=code)
 
 
 def problems(
@@ -127,7 +132,7 @@ def problems(
     found = []
     for figure, most, what in (
         (used.shared_memory, target.shared_memory, "shared memory"),
-        (used.spill_bytes, bound.spill_bytes[target.name], "spills"),
+        (used.spill_bytes, bound.most(target.name), "spills"),
     ):
         if figure > most:
             found.append(f"{what}: {figure} bytes; {most} allowed")

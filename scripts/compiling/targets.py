@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -136,6 +136,7 @@ def compile_for(
     target: Target,
     function: Callable,
     *shapes: Any,
+    donate: Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
 ) -> jax.stages.Compiled:
     """Compile a function for one device of a target, without the device.
@@ -145,6 +146,7 @@ def compile_for(
       function: what jax.jit takes; it sees the target through
         jax.sharding.get_abstract_mesh().abstract_device.
       shapes: one pytree an argument, of arrays or jax.ShapeDtypeStruct.
+      donate: positions of arguments that may be overwritten.
       compiler_options: options of XLA, such as those of `dump_options`.
 
     Whatever XLA or the kernel compilers refuse is raised as they raise it. Memory of
@@ -157,7 +159,7 @@ def compile_for(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
     )
     with jax.sharding.use_abstract_mesh(_abstract_mesh(target, devices[0])):
-        traced = jax.jit(function).trace(*placed)
+        traced = jax.jit(function, donate_argnums=donate).trace(*placed)
         lowered = traced.lower(lowering_platforms=(target.platform,))
     return lowered.compile(compiler_options=dict(compiler_options or {}))
 

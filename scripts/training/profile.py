@@ -13,7 +13,7 @@ import rich.console
 import rich.table
 
 from models.qwen3_5 import config as config_lib
-from pallas_kernels import chunk_prefill
+from pallas_kernels.chunk_prefill import reference as chunk_prefill
 from scripts.training import attention, loss, step, trainable
 from treewy_jax import recurrence
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels import chunk_prefill as op
 from pallas_kernels.chunk_prefill import linear, reference
+from pallas_kernels.chunk_prefill import reference as op
 from pallas_kernels.chunk_prefill import spec as spec_lib
 
 # B, T, Hk, Hv, Dk, Dv: one token, one short of a chunk, odd lengths and ratios.
@@ -226,5 +226,6 @@ def test_spec_counts():
     assert (spec.chunks, spec.padding, spec.group) == (2, 28, 2)
     assert spec.compute_dtype == jnp.bfloat16
     assert spec.accumulator_dtype == jnp.float32
-    assert spec.bytes_moved == 100 * (2 * 6 * 128 + 4 * 4) + 2 * 4 * 2 * 128 * 128
+    gates, states = 100 * 2 * 2 * 4, 2 * 2 * 2 * 128 * 128
+    assert spec.bytes_moved == 100 * 2 * 6 * 128 + gates + states
     assert spec_lib.make_spec(*(x[:, :5] for x in arrays[:5]), arrays[5], 64).chunk == 8

@@ -10,6 +10,7 @@ import pytest
 
 from scripts import compile_check
 from scripts.compiling import kernels, report, targets
+from scripts.workloads import all as workloads
 
 PTXAS = """\
 ptxas info    : 0 bytes gmem
@@ -106,7 +107,9 @@ def test_one_package_may_be_missing(monkeypatch):
     ("arguments", "message"),
     [
         (["--targets", "H300"], "target is 'H300'"),
-        (["--kernels", "flash"], "kernels names 'flash'; allowed: tree_verify"),
+        (["--kernels", "flash"], "kernels names 'flash'; allowed: "),
+        (["--workers", "0"], "workers is 0; 1 or more are allowed"),
+        (["--target", "H200"], "--target"),
         (["--kernels"], "kernels is empty"),
         (["--json", "."], "a folder; a file is allowed"),
     ],
@@ -141,20 +144,42 @@ def dump(folder, launches):
 def test_a_dump_gives_static_and_dynamic_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_run_ptxas", lambda file: PTXAS)
     dump(tmp_path, LAUNCHES)
-    used = report.gpu_resources(tmp_path, "tree_verify")
+    used = report.gpu_resources(tmp_path, ("tree_verify",))
     assert used == report.Resources("sm_90a", 57344, 255, 840)
-    used = report.gpu_resources(tmp_path, "input_transpose_fusion")
+    used = report.gpu_resources(tmp_path, ("input_transpose_fusion",))
     assert used.shared_memory == 4224
 
 
-@pytest.mark.parametrize(("launches", "ptxas"), [("", PTXAS), (LAUNCHES, "")])
+def test_of_several_kernels_the_worst_figures_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_run_ptxas", lambda file: PTXAS)
+    dump(tmp_path, LAUNCHES)
+    used = report.gpu_resources(tmp_path, ("input_", "tree_"))
+    assert used == report.Resources("sm_90a", 57344, 255, 840)
+    dump(tmp_path, LAUNCHES.replace("57344", "16"))
+    assert report.gpu_resources(tmp_path, ("input_", "tree_")).shared_memory == 4224
+
+
+@pytest.mark.parametrize(
+    ("launches", "ptxas"),
+    [("", PTXAS), (LAUNCHES, ""), (LAUNCHES, PTXAS.split("ptxas info    : Co")[0])],
+)
 def test_a_dump_without_the_kernel_is_no_success(
     launches, ptxas, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(report, "_run_ptxas", lambda file: ptxas)
     dump(tmp_path, launches)
     with pytest.raises(ValueError, match="shows no kernel tree_verify"):
-        report.gpu_resources(tmp_path, "tree_verify")
+        report.gpu_resources(tmp_path, ("tree_verify",))
+
+
+def test_a_kernel_that_is_launched_without_its_code_is_no_success(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(report, "_run_ptxas", lambda file: PTXAS)
+    dump(tmp_path, LAUNCHES + "009: kCustomKernel tree_verify_2 grid: [1, 1, 1] "
+         "threads: [128, 1, 1]  shared_memory: 0 bytes\n")  # fmt: skip
+    with pytest.raises(ValueError, match="shows no kernel tree_verify"):
+        report.gpu_resources(tmp_path, ("tree_verify",))
 
 
 class Program:
@@ -170,10 +195,10 @@ class Program:
 
 
 def test_a_tpu_program_must_hold_the_kernel():
-    used = report.tpu_resources(Program(), "tree_verify")
+    used = report.tpu_resources(Program(), ("other", "tree_verify"))
     assert used == report.Resources(code_bytes=4096)
     with pytest.raises(ValueError, match="no kernel commit"):
-        report.tpu_resources(Program(), "commit")
+        report.tpu_resources(Program(), ("commit",))
 
 
 # --- bounds -------------------------------------------------------------------------
@@ -204,24 +229,22 @@ def test_a_byte_more_is_a_problem(used, message):
     assert found == (message,)
 
 
-def test_every_variant_has_a_bound_and_every_bound_a_variant():
-    kinds = {
-        (name, variant.kind)
-        for name, variants in kernels.KERNELS.items()
-        for variant in variants()
-    }
-    assert kinds == kernels.MAX_SPILL.keys()
-    for bound in kernels.MAX_SPILL.values():
+def test_the_next_jax_may_have_bounds_of_its_own(monkeypatch):
+    bound = kernels.Bound({"H200": 8}, "a test", newer={"H200": 16})
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert (bound.most("H200"), BOUND.most("H200")) == (8, 840)
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert (bound.most("H200"), BOUND.most("H200")) == (16, 840)
+
+
+def test_every_bound_is_that_of_a_kind_and_of_every_gpu():
+    cases = workloads.cases(tags=["compile", "compile-cuda"])
+    kinds = {(case.op, case.kind) for case in cases}
+    assert kinds >= {key for key in kernels.MAX_SPILL if key[0] in workloads.MODULES}
+    for bound in (*kernels.MAX_SPILL.values(), kernels.NO_SPILL):
         assert bound.reason
         assert bound.spill_bytes.keys() == targets.GPUS.keys()
-
-
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_shapes_fit_their_functions(platform):
-    for variants in kernels.KERNELS.values():
-        for variant in (variants()[0], variants()[-1]):
-            function, shapes = variant.case(platform)
-            assert jax.tree.leaves(jax.eval_shape(function, *shapes))
+        assert bound.newer is None or bound.newer.keys() == targets.GPUS.keys()
 
 
 # --- the run ------------------------------------------------------------------------
@@ -234,6 +257,7 @@ def test_status_table_and_json(found, compilers, monkeypatch, tmp_path, capsys):
         "v5e:2x2": [row("v5e:2x2", code_bytes=4096)],
     }
     monkeypatch.setattr(compile_check, "check_apart", lambda name, _: rows[name])
+    monkeypatch.setattr(targets, "prepare", lambda target: None)
     file = tmp_path / "result.json"
     status = compile_check.main(
         ["--targets", "H200", "v5e:2x2", "--json", str(file)],
@@ -250,32 +274,98 @@ def test_status_table_and_json(found, compilers, monkeypatch, tmp_path, capsys):
     assert len(written["max_spill"]) == len(kernels.MAX_SPILL)
 
 
-def variant(kind):
-    return kernels.Variant("n=4", kind, lambda platform: (abs, []))
+@pytest.fixture
+def bounds(monkeypatch):
+    """Bounds of the op `blend`."""
+    bound = kernels.Bound({"H200": 8, "B200": 0}, "a test")
+    monkeypatch.setitem(kernels.MAX_SPILL, ("blend", "any"), bound)
 
 
-def test_a_compiler_error_is_a_problem_of_its_row(monkeypatch):
+def test_a_compiler_error_is_a_problem_of_its_row(monkeypatch, blend_op):
     def refuse(*arguments, **options):
         raise RuntimeError("Shared memory size limit exceeded\nmore")
 
     monkeypatch.setattr(targets, "compile_for", refuse)
-    kind = kernels.KERNELS["tree_verify"]()[0].kind
-    found = compile_check.check_variant(GPU, "tree_verify", variant(kind))
+    found = compile_check.check_case(GPU, blend_op[0], "triton")
     assert found.problems == ("RuntimeError: Shared memory size limit exceeded",)
     assert found.resources == report.Resources()
 
 
-def test_a_spilling_variant_fails_and_its_twin_does_not(monkeypatch):
-    name, kind = next(iter(kernels.MAX_SPILL))
-    most = kernels.MAX_SPILL[name, kind].spill_bytes[GPU.name]
-    for spills, problems in ((most, 0), (most + 1, 1)):
+def test_a_spilling_case_fails_and_its_twin_does_not(monkeypatch, blend_op, bounds):
+    for spills, problems in ((8, 0), (9, 1)):
         used = report.Resources("sm_90a", 0, 255, spills)
-        monkeypatch.setattr(
-            compile_check, "compile_variant", lambda *_, used=used: used
-        )
-        found = compile_check.check_variant(GPU, name, variant(kind))
+        monkeypatch.setattr(compile_check, "compile_case", lambda *_, used=used: used)
+        found = compile_check.check_case(GPU, blend_op[0], "triton")
         assert len(found.problems) == problems
         assert found.resources == used
+
+
+def test_a_kind_without_a_bound_may_spill_nothing(monkeypatch, blend_op):
+    for spills, problems in ((0, ()), (1, ("spills: 1 bytes; 0 allowed",))):
+        used = report.Resources("sm_90a", 0, 255, spills)
+        monkeypatch.setattr(compile_check, "compile_case", lambda *_, used=used: used)
+        assert compile_check.check_case(GPU, blend_op[0], "triton").problems == problems
+
+
+@pytest.mark.parametrize("target", [GPU, TPU])
+def test_each_platform_compiles_its_implementation(target, monkeypatch, blend_op):
+    asked = []
+    case = dataclasses.replace(
+        blend_op[0], call=lambda impl, config: asked.append((impl, config)) or abs
+    )
+
+    def compile_for(target, function, *shapes, donate, compiler_options):
+        asked.append((function, [x.shape for x in shapes], donate))
+
+    monkeypatch.setattr(targets, "compile_for", compile_for)
+    monkeypatch.setattr(report, "gpu_resources", lambda folder, names: names)
+    monkeypatch.setattr(report, "tpu_resources", lambda compiled, names: names)
+    impl = "triton" if target is GPU else "mosaic_tpu"
+    assert compile_check.compile_case(target, case, impl) == ("blend",)
+    assert asked == [(impl, None), (abs, [(3, 8), (3,), (3, 8)], (2,))]
+
+
+def test_only_tagged_cases_are_compiled(monkeypatch, blend_op):
+    (case,) = blend_op
+    tags = {"a": {"compile"}, "b": {"compile-tpu"}, "c": {"compile-cuda"}, "d": set()}
+    blend_op[:] = [
+        dataclasses.replace(case, label=label, tags=frozenset(found))
+        for label, found in tags.items()
+    ]
+    monkeypatch.setattr(
+        compile_check, "check_case", lambda target, case, impl: (case.label, impl)
+    )
+    found = [("a", "triton"), ("c", "triton")]
+    assert compile_check.check("H200", ["blend"]) == found
+    found = [("a", "mosaic_tpu"), ("b", "mosaic_tpu")]
+    assert compile_check.check("v5e:2x2", ["blend"]) == found
+
+
+def test_leaves_of_one_generation_are_compiled_beside(monkeypatch, blend_op):
+    """They print no resources, so no bound holds for them; errors are seen."""
+    monkeypatch.setitem(kernels.ALSO, ("H200", "blend"), ("mosaic_gpu",))
+    monkeypatch.setattr(targets, "compile_for", lambda *_, **__: None)
+    monkeypatch.setattr(report, "gpu_resources", lambda *_: report.Resources())
+    rows = compile_check.check("H200", ["blend"])
+    label = blend_op[0].label
+    assert [row.variant for row in rows] == [label, f"{label} mosaic_gpu"]
+    assert rows[1].problems == ()
+
+    def refuse(*_, **__):
+        raise ValueError("too much shared memory")
+
+    monkeypatch.setattr(targets, "compile_for", refuse)
+    assert all(row.problems for row in compile_check.check("H200", ["blend"]))
+
+
+def test_targets_side_by_side_keep_their_order(monkeypatch):
+    prepared = []
+    monkeypatch.setattr(targets, "prepare", lambda target: prepared.append(target))
+    monkeypatch.setattr(compile_check, "check_apart", lambda name, _: [name] * 2)
+    assert compile_check.check_all([TPU, GPU], ["blend"], 2) == [
+        "v5e:2x2", "v5e:2x2", "H200", "H200",
+    ]  # fmt: skip
+    assert prepared == [TPU, GPU]
 
 
 def test_each_call_gets_a_process_and_a_dead_one_is_noticed():
@@ -289,6 +379,5 @@ def test_a_compiler_that_dies_is_a_row(monkeypatch):
         raise concurrent.futures.process.BrokenProcessPool
 
     monkeypatch.setattr(compile_check, "in_fresh_process", die)
-    monkeypatch.setattr(targets, "prepare", lambda target: None)
     (found,) = compile_check.check_apart("H200", ["tree_verify"])
     assert found.problems == ("the compiler ended its process",)

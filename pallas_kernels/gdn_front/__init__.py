@@ -1,0 +1,1 @@
+"""From raw projected rows to what the recurrence takes: conv, norms and gates."""

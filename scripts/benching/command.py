@@ -1,0 +1,74 @@
+"""What commands share: options in, one line for wrong input, where tables go."""
+
+import contextlib
+import io
+import sys
+import time
+from collections.abc import Sequence
+
+import rich.text
+import tyro
+from rich import console as rich_console
+from rich import progress as rich_progress
+
+# Of tables where no terminal sets the width: nothing is cut short in a log.
+LOG_WIDTH = 160
+BEGIN = time.perf_counter()
+
+
+def parse[T](options: type[T], prog: str, arguments: Sequence[str] | None) -> T:
+    """Read a command line into a dataclass; `--help` prints and exits.
+
+    Raises ValueError, with one line, for an unknown option or a wrong value.
+    """
+    printed = io.StringIO()
+    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(options, args=arguments, prog=prog, config=config)
+    except SystemExit as stop:
+        if stop.code == 0:
+            raise
+        raise ValueError(_one_line(printed.getvalue())) from None
+
+
+def refuse(prog: str, error: Exception) -> int:
+    """Print one line on stderr; returns the exit status of wrong input."""
+    print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def console() -> rich_console.Console:
+    """Return where tables go: wide enough to be whole in a log."""
+    found = rich_console.Console(highlight=False)
+    if not found.is_terminal:
+        found.width = LOG_WIDTH
+    return found
+
+
+def note(text: str) -> None:
+    """Print a line with the seconds so far on stderr, where no bar is shown."""
+    if not sys.stderr.isatty():
+        print(f"[{time.perf_counter() - BEGIN:6.1f} s] {text}", file=sys.stderr)
+
+
+def progress() -> rich_progress.Progress:
+    """Return a progress bar on stderr; silent where nobody looks."""
+    place = rich_console.Console(stderr=True)
+    return rich_progress.Progress(
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeElapsedColumn(),
+        console=place,
+        transient=True,
+        disable=not place.is_terminal,
+    )
+
+
+def _one_line(box: str) -> str:
+    """Return what a framed error of tyro says, without its title and its advice."""
+    lines = rich.text.Text.from_ansi(box).plain.splitlines()
+    inner = [line.strip("│| \t") for line in lines if line[:1] not in ("╭", "╰")]
+    rule = next((i for i, line in enumerate(inner) if line.startswith("──")), None)
+    return " ".join(filter(None, inner[:rule])).removeprefix("Error parsing ")
