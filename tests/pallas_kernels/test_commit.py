@@ -46,9 +46,7 @@ def records(nodes, heads, length, state_dtype="float32", key_dtype="float32", se
 
 
 def oracle(state, k, u, log_decay, path, count):
-    state, k, u, log_decay = (
-        np.array(x, np.float64) for x in (state, k, u, log_decay)
-    )
+    state, k, u, log_decay = (np.array(x, np.float64) for x in (state, k, u, log_decay))
     k = np.repeat(k, u.shape[2] // k.shape[2], axis=2)
     for row, (nodes, steps) in enumerate(zip(path, count, strict=True)):
         for node in nodes[: int(steps)]:
