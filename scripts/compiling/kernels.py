@@ -54,6 +54,9 @@ MAX_SPILL = {
     ("tree_attention", "float32 D=128"): Bound(
         {"H200": 32, "B200": 0}, "64 rows of 128 in two parts: 32"
     ),
+    ("store_all", "n=40"): Bound(
+        {"H200": 48, "B200": 0}, "the path's states stay in registers: 40"
+    ),
     ("tree_verify", "high n<=64"): Bound(
         {"H200": 96, "B200": 0}, "float32 state in two parts fills the registers: 84"
     ),
