@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels import device, dots, gpu
+from pallas_kernels import device, dots, gpu, refusals
 from pallas_kernels.chunk_prefill import body
 from pallas_kernels.chunk_prefill import config as configs
 from pallas_kernels.chunk_prefill import spec as specs
@@ -21,12 +21,11 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "tpu" and not (interpret and platform == "cpu"):
-        return f"needs a TPU; the device is a {platform}"
-    for name in ("key_dim", "value_dim"):
-        if getattr(spec, name) % 8:
-            return f"needs {name} to be a multiple of 8, not {getattr(spec, name)}"
-    return specs.unsupported_dtype(spec)
+    return (
+        refusals.device("tpu", platform, interpret=interpret)
+        or refusals.not_multiple(spec, 8, "key_dim", "value_dim")
+        or refusals.dtypes(spec, "input", "state", "output")
+    )
 
 
 def chunk_prefill(

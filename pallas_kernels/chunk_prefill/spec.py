@@ -131,15 +131,6 @@ def make_spec(
     )
 
 
-def unsupported_dtype(spec: Spec) -> str | None:
-    """Return why a kernel that accumulates in float32 cannot take these dtypes."""
-    for kind in ("input", "state", "output"):
-        name = getattr(spec, f"{kind}_dtype")
-        if name not in ("float32", "bfloat16"):
-            return f"takes float32 and bfloat16, not {kind} dtype {name}"
-    return None
-
-
 def _chunk_length(chunk: int, tokens: int) -> int:
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk is {chunk}; allowed: a power of two")

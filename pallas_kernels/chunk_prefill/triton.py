@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels import device, dots, gpu
+from pallas_kernels import device, dots, gpu, refusals
 from pallas_kernels.chunk_prefill import body
 from pallas_kernels.chunk_prefill import config as configs
 from pallas_kernels.chunk_prefill import spec as specs
@@ -29,13 +29,11 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernels are interpreted.
     """
-    if platform != "gpu" and not (interpret and platform == "cpu"):
-        return f"needs a GPU; the device is a {platform}"
-    for name in ("key_dim", "value_dim"):
-        size = getattr(spec, name)
-        if size < 16 or size & (size - 1):
-            return f"needs {name} to be a power of two >= 16, not {size}"
-    return specs.unsupported_dtype(spec)
+    return (
+        refusals.device("gpu", platform, interpret=interpret)
+        or refusals.not_power_of_two(spec, 16, "key_dim", "value_dim")
+        or refusals.dtypes(spec, "input", "state", "output")
+    )
 
 
 def chunk_prefill(

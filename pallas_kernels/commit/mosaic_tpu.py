@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import device
+from pallas_kernels import device, refusals
 from pallas_kernels.commit import config as configs
 from pallas_kernels.commit import spec as specs
 
@@ -20,12 +20,11 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "tpu" and not (interpret and platform == "cpu"):
-        return f"needs a TPU; the device is a {platform}"
-    for name in ("key_dim", "value_dim"):
-        if getattr(spec, name) % 8:
-            return f"needs {name} to be a multiple of 8, not {getattr(spec, name)}"
-    return specs.unsupported_dtype(spec)
+    return (
+        refusals.device("tpu", platform, interpret=interpret)
+        or refusals.not_multiple(spec, 8, "key_dim", "value_dim")
+        or refusals.dtypes(spec, "key", "state")
+    )
 
 
 def commit(

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import device, gpu
+from pallas_kernels import device, gpu, refusals
 from pallas_kernels.commit import config as configs
 from pallas_kernels.commit import spec as specs
 
@@ -25,13 +25,11 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "gpu" and not (interpret and platform == "cpu"):
-        return f"needs a GPU; the device is a {platform}"
-    for name in ("key_dim", "value_dim"):
-        size = getattr(spec, name)
-        if size < 8 or size & (size - 1):
-            return f"needs {name} to be a power of two >= 8, not {size}"
-    return specs.unsupported_dtype(spec)
+    return (
+        refusals.device("gpu", platform, interpret=interpret)
+        or refusals.not_power_of_two(spec, 8, "key_dim", "value_dim")
+        or refusals.dtypes(spec, "key", "state")
+    )
 
 
 def commit(

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels import device
+from pallas_kernels import device, refusals
 from pallas_kernels.decode import config as configs
 from pallas_kernels.decode import spec as specs
 
@@ -22,12 +22,11 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "tpu" and not (interpret and platform == "cpu"):
-        return f"needs a TPU; the device is a {platform}"
-    for name in ("key_dim", "value_dim"):
-        if getattr(spec, name) % 8:
-            return f"needs {name} to be a multiple of 8, not {getattr(spec, name)}"
-    return specs.unsupported_dtype(spec)
+    return (
+        refusals.device("tpu", platform, interpret=interpret)
+        or refusals.not_multiple(spec, 8, "key_dim", "value_dim")
+        or refusals.dtypes(spec, "input", "state", "output")
+    )
 
 
 def decode(

@@ -91,14 +91,3 @@ def spec_of(
         output_dtype=output.name,
         accumulation_dtype=jnp.result_type(jnp.float32, *arrays).name,
     )
-
-
-def unsupported_dtype(spec: Spec) -> str | None:
-    """Return why a kernel that accumulates in float32 cannot take these dtypes."""
-    if spec.accumulation_dtype != "float32":
-        return f"accumulates in float32, not {spec.accumulation_dtype}"
-    for kind in ("input", "state", "output"):
-        name = getattr(spec, f"{kind}_dtype")
-        if name not in ("float32", "bfloat16"):
-            return f"takes float32 and bfloat16, not {kind} dtype {name}"
-    return None

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import device
+from pallas_kernels import device, refusals
 from pallas_kernels.gdn_front import config as configs
 from pallas_kernels.gdn_front import reference
 from pallas_kernels.gdn_front import spec as specs
@@ -26,19 +26,22 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "tpu" and not (interpret and platform == "cpu"):
-        return f"needs a TPU; the device is a {platform}"
-    for name in ("key_dim", "value_dim") if spec.width else ("key_dim",):
-        if getattr(spec, name) % 8:
-            return f"needs {name} to be a multiple of 8, not {getattr(spec, name)}"
+    return (
+        refusals.device("tpu", platform, interpret=interpret)
+        or refusals.not_multiple(spec, 8, *specs.dims(spec))
+        or _too_large(spec)
+        or specs.unsupported_width(spec)
+        or refusals.dtypes(spec, "rows", "window", "gate")
+    )
+
+
+def _too_large(spec: specs.Spec) -> str | None:
     if spec.nodes * spec.channels > MOST_ELEMENTS:
         return (
             f"takes at most {MOST_ELEMENTS} elements a row of the batch, not "
             f"{spec.nodes} x {spec.channels}"
         )
-    if spec.width == 1:
-        return "needs a convolution of width 2 or more, not 1"
-    return specs.unsupported_dtype(spec)
+    return None
 
 
 def gdn_front(

@@ -126,15 +126,14 @@ def spec_of_heads(
     )
 
 
-def unsupported_dtype(spec: Spec) -> str | None:
-    """Return why a kernel that computes in float32 cannot take these dtypes."""
-    if spec.accumulation_dtype != "float32":
-        return f"computes in float32, not {spec.accumulation_dtype}"
-    for kind in ("rows", "window", "gate"):
-        name = getattr(spec, f"{kind}_dtype")
-        if name not in ("float32", "bfloat16"):
-            return f"takes float32 and bfloat16, not {kind} dtype {name}"
-    return None
+def dims(spec: Spec) -> tuple[str, ...]:
+    """Return the fields that are head dimensions; without a conv there is no v."""
+    return ("key_dim", "value_dim") if spec.width else ("key_dim",)
+
+
+def unsupported_width(spec: Spec) -> str | None:
+    """Return why kernels take no convolution of a single tap, or None."""
+    return "needs a convolution of width 2 or more, not 1" if spec.width == 1 else None
 
 
 def _check(name: str, array: Array, shape: tuple[int, ...]) -> None:

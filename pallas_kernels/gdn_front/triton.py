@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import device, gpu
+from pallas_kernels import device, gpu, refusals
 from pallas_kernels.gdn_front import config as configs
 from pallas_kernels.gdn_front import reference
 from pallas_kernels.gdn_front import spec as specs
@@ -32,15 +32,12 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "gpu" and not (interpret and platform == "cpu"):
-        return f"needs a GPU; the device is a {platform}"
-    for name in ("key_dim", "value_dim") if spec.width else ("key_dim",):
-        size = getattr(spec, name)
-        if size < 8 or size & (size - 1):
-            return f"needs {name} to be a power of two >= 8, not {size}"
-    if spec.width == 1:
-        return "needs a convolution of width 2 or more, not 1"
-    return specs.unsupported_dtype(spec)
+    return (
+        refusals.device("gpu", platform, interpret=interpret)
+        or refusals.not_power_of_two(spec, 8, *specs.dims(spec))
+        or specs.unsupported_width(spec)
+        or refusals.dtypes(spec, "rows", "window", "gate")
+    )
 
 
 def gdn_front(

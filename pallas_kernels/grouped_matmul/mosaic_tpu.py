@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import device
+from pallas_kernels import device, refusals
 from pallas_kernels.grouped_matmul import config as configs
 from pallas_kernels.grouped_matmul import spec as specs
 
@@ -29,17 +29,11 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "tpu" and not (interpret and platform == "cpu"):
-        return f"needs a TPU; the device is a {platform}"
-    for name in ("hidden", "inner"):
-        size = getattr(spec, name)
-        if size % LANES:
-            return f"needs {name} to be a multiple of {LANES}, not {size}"
-    if spec.input_dtype != spec.expert_dtype:
-        return f"needs one dtype, not {spec.input_dtype} and {spec.expert_dtype}"
-    if spec.input_dtype not in ("float32", "bfloat16"):
-        return f"takes float32 and bfloat16, not {spec.input_dtype}"
-    return None
+    return (
+        refusals.device("tpu", platform, interpret=interpret)
+        or refusals.not_multiple(spec, LANES, "hidden", "inner")
+        or specs.unsupported_dtype(spec)
+    )
 
 
 def swiglu_experts(

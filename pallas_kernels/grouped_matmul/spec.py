@@ -133,3 +133,12 @@ def spec_of(
         input_dtype=x.dtype,
         expert_dtype=gate_up.dtype,
     )
+
+
+def unsupported_dtype(spec: Spec) -> str | None:
+    """Return why a kernel cannot take these dtypes, or None."""
+    if spec.input_dtype != spec.expert_dtype:
+        return f"needs one dtype, not {spec.input_dtype} and {spec.expert_dtype}"
+    if spec.input_dtype not in ("float32", "bfloat16"):
+        return f"takes float32 and bfloat16, not {spec.input_dtype}"
+    return None

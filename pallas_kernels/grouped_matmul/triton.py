@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import device, dots, gpu
+from pallas_kernels import device, dots, gpu, refusals
 from pallas_kernels.grouped_matmul import config as configs
 from pallas_kernels.grouped_matmul import routes
 from pallas_kernels.grouped_matmul import spec as specs
@@ -26,17 +26,11 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernels are interpreted.
     """
-    if platform != "gpu" and not (interpret and platform == "cpu"):
-        return f"needs a GPU; the device is a {platform}"
-    for name in ("hidden", "inner"):
-        size = getattr(spec, name)
-        if size % LEAST_TILE:
-            return f"needs {name} to be a multiple of {LEAST_TILE}, not {size}"
-    if spec.input_dtype != spec.expert_dtype:
-        return f"needs one dtype, not {spec.input_dtype} and {spec.expert_dtype}"
-    if spec.input_dtype not in ("float32", "bfloat16"):
-        return f"takes float32 and bfloat16, not {spec.input_dtype}"
-    return None
+    return (
+        refusals.device("gpu", platform, interpret=interpret)
+        or refusals.not_multiple(spec, LEAST_TILE, "hidden", "inner")
+        or specs.unsupported_dtype(spec)
+    )
 
 
 def swiglu_experts(

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import device
+from pallas_kernels import device, refusals
 from pallas_kernels.store_all import config as configs
 from pallas_kernels.store_all import spec as specs
 
@@ -26,16 +26,20 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "tpu" and not (interpret and platform == "cpu"):
-        return f"needs a TPU; the device is a {platform}"
-    for name in ("key_dim", "value_dim"):
-        if getattr(spec, name) % 8:
-            return f"needs {name} to be a multiple of 8, not {getattr(spec, name)}"
+    return (
+        refusals.device("tpu", platform, interpret=interpret)
+        or refusals.not_multiple(spec, 8, "key_dim", "value_dim")
+        or _too_large(spec)
+        or refusals.dtypes(spec, "input", "state", "output")
+    )
+
+
+def _too_large(spec: specs.Spec) -> str | None:
     size = spec.nodes * spec.value_dim * spec.key_dim
     size *= jnp.dtype(spec.state_dtype).itemsize
     if size > MOST_BYTES:
         return f"takes at most {MOST_BYTES} bytes of states a head, not {size}"
-    return specs.unsupported_dtype(spec)
+    return None
 
 
 def store_all(

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import device
+from pallas_kernels import device, refusals
 from pallas_kernels.tree_attention import config as configs
 from pallas_kernels.tree_attention import spec as specs
 
@@ -27,14 +27,19 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "tpu" and not (interpret and platform == "cpu"):
-        return f"needs a TPU; the device is a {platform}"
-    if spec.head_dim % 128:
-        return f"needs head_dim to be a multiple of 128, not {spec.head_dim}"
+    return (
+        refusals.device("tpu", platform, interpret=interpret)
+        or refusals.not_multiple(spec, 128, "head_dim")
+        or _too_large(spec)
+        or refusals.dtypes(spec, "input", "prefix", "node")
+    )
+
+
+def _too_large(spec: specs.Spec) -> str | None:
     held = 4 * spec.kv_heads * _padded(spec.rows) * spec.head_dim
     if held > MOST_BYTES:
         return f"keeps {held} bytes of sums a batch row; {MOST_BYTES} fit"
-    return specs.unsupported_dtype(spec)
+    return None
 
 
 def tree_attention(

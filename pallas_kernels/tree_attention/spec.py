@@ -138,15 +138,6 @@ def spec_of(q, prefix, nodes, length, mask) -> Spec:
     )
 
 
-def unsupported_dtype(spec: Spec) -> str | None:
-    """Return why a kernel that accumulates in float32 cannot take these dtypes."""
-    for kind in ("input", "prefix", "node"):
-        name = getattr(spec, f"{kind}_dtype")
-        if name not in ("float32", "bfloat16"):
-            return f"takes float32 and bfloat16, not {kind} dtype {name}"
-    return None
-
-
 def _sizes(name, pair, batch, dim) -> tuple[int, int]:
     """Return the tokens and heads of a pair of keys and values."""
     k, v = pair

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import device, dots, gpu
+from pallas_kernels import device, dots, gpu, refusals
 from pallas_kernels.tree_attention import config as configs
 from pallas_kernels.tree_attention import spec as specs
 
@@ -60,14 +60,12 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "gpu" and not (interpret and platform == "cpu"):
-        return f"needs a GPU; the device is a {platform}"
-    size = spec.head_dim
-    if size < 16 or size & (size - 1):
-        return f"needs head_dim to be a power of two >= 16, not {size}"
-    if size > MOST_HEAD_DIM:
-        return f"takes a head_dim of at most {MOST_HEAD_DIM}, not {size}"
-    return specs.unsupported_dtype(spec)
+    return (
+        refusals.device("gpu", platform, interpret=interpret)
+        or refusals.not_power_of_two(spec, 16, "head_dim")
+        or refusals.above(spec, MOST_HEAD_DIM, "head_dim")
+        or refusals.dtypes(spec, "input", "prefix", "node")
+    )
 
 
 def tree_attention(

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import device
+from pallas_kernels import device, refusals
 from pallas_kernels.tree_verify import body
 from pallas_kernels.tree_verify import config as configs
 from pallas_kernels.tree_verify import spec as specs
@@ -22,14 +22,12 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "tpu" and not (interpret and platform == "cpu"):
-        return f"needs a TPU; the device is a {platform}"
-    for name in ("key_dim", "value_dim"):
-        if getattr(spec, name) % 8:
-            return f"needs {name} to be a multiple of 8, not {getattr(spec, name)}"
-    if spec.nodes > MOST_NODES:
-        return f"takes at most {MOST_NODES} nodes, not {spec.nodes}"
-    return specs.unsupported_dtype(spec)
+    return (
+        refusals.device("tpu", platform, interpret=interpret)
+        or refusals.not_multiple(spec, 8, "key_dim", "value_dim")
+        or refusals.above(spec, MOST_NODES, "nodes")
+        or specs.unsupported_dtype(spec)
+    )
 
 
 def tree_verify(

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels import refusals
+
 PRECISIONS = ("high", "fast")
 
 # exp(-1000) is 0 in float32 and in float64, so a stronger decay need not be told
@@ -117,13 +119,7 @@ def make_spec(
 
 def unsupported_dtype(spec: Spec) -> str | None:
     """Return why a kernel that accumulates in float32 cannot take these dtypes."""
-    if spec.accumulation_dtype != "float32":
-        return f"accumulates in float32, not {spec.accumulation_dtype}"
-    for kind in ("input", "state", "output"):
-        name = getattr(spec, f"{kind}_dtype")
-        if name not in ("float32", "bfloat16"):
-            return f"takes float32 and bfloat16, not {kind} dtype {name}"
-    return None
+    return refusals.dtypes(spec, "input", "state", "output")
 
 
 def cost_estimate(spec: Spec) -> pl.CostEstimate:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import device, dots, gpu
+from pallas_kernels import device, dots, gpu, refusals
 from pallas_kernels.tree_verify import body
 from pallas_kernels.tree_verify import config as configs
 from pallas_kernels.tree_verify import spec as specs
@@ -32,15 +32,12 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
     `interpret` also accepts a CPU, where the kernel is interpreted.
     """
-    if platform != "gpu" and not (interpret and platform == "cpu"):
-        return f"needs a GPU; the device is a {platform}"
-    for name in ("key_dim", "value_dim"):
-        size = getattr(spec, name)
-        if size < 16 or size & (size - 1):
-            return f"needs {name} to be a power of two >= 16, not {size}"
-    if spec.nodes > MOST_NODES:
-        return f"takes at most {MOST_NODES} nodes, not {spec.nodes}"
-    return specs.unsupported_dtype(spec)
+    return (
+        refusals.device("gpu", platform, interpret=interpret)
+        or refusals.not_power_of_two(spec, 16, "key_dim", "value_dim")
+        or refusals.above(spec, MOST_NODES, "nodes")
+        or specs.unsupported_dtype(spec)
+    )
 
 
 def tree_verify(

@@ -271,7 +271,7 @@ def make_spec(**changes):
         (triton, "gpu", {"head_dim": 256, "input_dtype": "bfloat16"}, None),
         (triton, "cpu", {}, "needs a GPU; the device is a cpu"),
         (triton, "gpu", {"head_dim": 96}, "power of two >= 16, not 96"),
-        (triton, "gpu", {"head_dim": 512}, "at most 256, not 512"),
+        (triton, "gpu", {"head_dim": 512}, "at most 256 head_dim, not 512"),
         (triton, "gpu", {"input_dtype": "float64"}, "not input dtype float64"),
         (triton, "gpu", {"prefix_dtype": "float16"}, "not prefix dtype float16"),
         (mosaic_tpu, "tpu", {}, None),
