@@ -48,7 +48,7 @@ class Implementations:
         if impl == REFERENCE:
             return Choice(REFERENCE, "")
         platform = device.platform()
-        if impl in self.modules:
+        if impl is not None and impl in self.modules:
             reason = self.module(impl).supports(spec, platform, interpret=True)
             if reason is not None:
                 raise NotImplementedError(f"impl={impl!r} does not run here: {reason}")

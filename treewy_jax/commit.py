@@ -113,8 +113,13 @@ class StoreAll(_PlainState):
 
     def verify(self, state, inputs, tree):
         impl = store_all_op.IMPLEMENTATIONS.nearest(self.impl)
+        q, k, v, log_decay, beta = inputs
         output, states = store_all_op.store_all(
-            *inputs,
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
             state,
             tree.parents(),
             depth_max=tree.depth_max,

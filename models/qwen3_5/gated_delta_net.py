@@ -100,7 +100,8 @@ class GatedDeltaNet(nnx.Module):
         width = self.conv1d.weight.shape[-1]
         newest = jnp.broadcast_to(jnp.arange(width), (x.shape[0], 1, width))
         inputs = self._front(x, rows, window, newest)
-        output, after = decode.decode(*(row[:, 0] for row in inputs), state)
+        q, k, v, log_decay, beta = (row[:, 0] for row in inputs)
+        output, after = decode.decode(q, k, v, log_decay, beta, state)
         window = conv.window_at(rows, window, jnp.ones(x.shape[0], jnp.int32))
         return self._output(output[:, None], x)[:, 0], (window, after)
 

@@ -27,7 +27,8 @@ def decay_between(
     later: Sequence[Float[Array, "C 1"]], earlier: Sequence[Float[Array, "1 C"]]
 ) -> Float[Array, "C C"]:
     """Return D[t, i] = exp(c_t - c_i) for i <= t, else 0, from both parts of c."""
-    difference = sum(a - b for a, b in zip(later, earlier, strict=True))
+    high, low = (a - b for a, b in zip(later, earlier, strict=True))
+    difference = high + low
     row = lax.broadcasted_iota(jnp.int32, difference.shape, 0)
     column = lax.broadcasted_iota(jnp.int32, difference.shape, 1)
     return jnp.where(row >= column, jnp.exp(jnp.minimum(difference, 0.0)), 0.0)

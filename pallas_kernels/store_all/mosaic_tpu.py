@@ -6,6 +6,7 @@ the rank-one update are products of the matrix unit.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def store_all(
     gates = (jnp.swapaxes(x, 1, 2)[:, :, None] for x in (log_decay, beta))
     gates = [x.astype(jnp.float32) for x in gates]
     nodes, group = spec.nodes, spec.group
-    scalars = dict(memory_space=pallas_tpu.SMEM)
+    scalars: dict[str, Any] = dict(memory_space=pallas_tpu.SMEM)
     key = pl.BlockSpec(
         (None, None, nodes, spec.key_dim), lambda b, h: (b, h // group, 0, 0)
     )
