@@ -109,7 +109,7 @@ def _scratch(plan: plans.Plan, interpret: bool) -> dict[str, Any]:
     8 cannot make tiles. As a buffer holds one chunk of columns after the other, both
     are the same memory: it has a second name, for the copy.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from pallas_kernels.tree_verify.mosaic_gpu_steps import plgpu
 
     def operand(shape, dtype, tiled=True):
         size = jnp.dtype(dtype).itemsize

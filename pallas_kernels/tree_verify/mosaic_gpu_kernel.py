@@ -5,183 +5,21 @@ All is transposed, nodes along the short side: S [K; Q]^T is [64, 2 n], R^T and 
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dots
-from pallas_kernels.tree_verify import mosaic_gpu_plan as plans
+from pallas_kernels.tree_verify import mosaic_gpu_copies as copies
 from pallas_kernels.tree_verify import mosaic_gpu_steps as steps
 from pallas_kernels.tree_verify import spec as specs
 
 SYSTEM, WEIGHTS = 0, 1  # the two matrices
-TEAM_BUFFERS = (
-    "keys",
-    "matrix",
-    "shared",
-    "keys_here",
-    "keys_free",
-    "matrix_here",
-    "matrix_free",
-)
 
 
-class Arrays(NamedTuple):
-    """The arguments of `tree_verify` and its outputs, in global memory."""
-
-    q: Any
-    k: Any
-    v: Any
-    log_decay: Any
-    beta: Any
-    state: Any
-    ancestors: Any
-    sizes: Any
-    sweeps: Any
-    output: Any
-    pseudo_values: Any
-
-
-class Place(NamedTuple):
-    """Where a tile lies: row of the batch, first value head, line of Dv."""
-
-    row: Any
-    head: Any
-    line: Any
-
-
-class Warpgroup:
-    """One warpgroup: its part of the buffers in shared memory, and its steps.
-
-    `buffers` are those of `mosaic_gpu`: a team has keys, matrices and barriers in
-    common; rows of the state, values and vectors belong to a warpgroup.
-    """
-
-    def __init__(self, plan, interpret, arrays, buffers):
-        self.plan, self.interpret, self.arrays = plan, interpret, arrays
-        me = lax.axis_index("group")
-        self.team, self.group = lax.div(me, plan.groups), lax.rem(me, plan.groups)
-        for name, buffer in buffers.items():
-            own = self.team if name in TEAM_BUFFERS else me
-            # Some memory has a second name, for copies: see `mosaic_gpu`.
-            two = buffer if name in plan.twice and not interpret else [buffer] * 2
-            setattr(self, name, two[0].at[own])
-            setattr(self, f"{name}_copy", two[1].at[own])
-
-    def place(self, tile):
-        """Return where tile number `tile` lies."""
-        plan = self.plan
-        rest, part = lax.div(tile, plan.blocks_v), lax.rem(tile, plan.blocks_v)
-        return Place(
-            row=lax.div(rest, plan.turns),
-            head=lax.rem(rest, plan.turns) * plan.config.heads,
-            line=part * plan.config.block_v + self.group * plans.LINES,
-        )
-
-    def fetch_keys(self, tile):
-        """Start to copy keys and queries; the first warpgroup does it for its team."""
-        plan, arrays = self.plan, self.arrays
-        if not plan.copied:
-            return
-
-        @pl.when(self.group == 0)
-        def _():
-            row, head, _ = self.place(tile)
-            key_head = lax.div(head, plan.spec.group)
-            at, to = self._window(lax.min(tile, 0), plan.spec.nodes, plan.wide)
-            for i, source in enumerate((arrays.k, arrays.q)):
-                for chunk in range(plan.chunks):
-                    plgpu.copy_gmem_to_smem(
-                        source.at[row, at, key_head, self._columns(chunk)],
-                        self.keys_copy.at[0, chunk, pl.ds(i * plan.wide, to.size)],
-                        self.keys_here,
-                    )
-
-    def fetch_rows(self, tile, turn):
-        """Start to copy rows of a head's state, and its values."""
-        plan, arrays = self.plan, self.arrays
-        row, head, line = self.place(tile)
-        lines, here = self._window(line, plan.lines, plans.LINES)
-        plgpu.copy_gmem_to_smem(
-            arrays.state.at[row, head + turn, lines], self.rows.at[here], self.rows_here
-        )
-        if plan.copied:
-            at, to = self._window(lax.min(tile, 0), plan.spec.nodes, plan.wide)
-            plgpu.copy_gmem_to_smem(
-                arrays.v.at[row, at, head + turn, lines],
-                self.values_copy.at[to, here],
-                self.rows_here,
-            )
-
-    def _window(self, start, size, padded):
-        """Return slices of source and target; zeros are read beyond the source."""
-        if self.interpret or size == padded:
-            return pl.ds(start, size), pl.ds(0, size)
-        return pl.ds(start, padded), pl.ds(0, padded)
-
-    def _columns(self, chunk):
-        return pl.ds(chunk * self.plan.chunk, self.plan.chunk)
-
-    def fetch_gates(self, tile):
-        """Read log decay and beta, a number a thread, of the heads it prepares."""
-        row, head, _ = self.place(tile)
-        found = []
-        for turn in self._own_turns():
-            at = head + lax.min(turn, self.plan.config.heads - 1)
-            sources = (self.arrays.log_decay, self.arrays.beta)
-            sources = [x.at[row, :, at] for x in sources]
-            found.append(steps.load_vectors(sources, interpret=self.interpret))
-        return tuple(found)
-
-    def _own_turns(self):
-        """Return which heads of a tile the warpgroup prepares for its team."""
-        first = range(0, self.plan.config.heads, self.plan.groups)
-        return [self.group + turn for turn in first]
-
-    def load_ancestors(self, place):
-        """Read who is an ancestor of whom, and who a strict one, as bits."""
-        shape = (64, self.plan.wide)
-        source = self.arrays.ancestors.at[place.row]
-        return steps.load_bits(source, shape, interpret=self.interpret)
-
-    def await_keys(self, place, step):
-        """Wait for keys and queries, or write their bfloat16 parts."""
-        if not self.plan.copied:
-
-            @pl.when(step > 0)
-            def _():
-                plgpu.barrier_wait(self.keys_free)
-
-            for chunk in range(self.plan.chunks):
-                pl.when(self.group == chunk % self.plan.groups)(
-                    lambda chunk=chunk: self._convert_keys(place, chunk)
-                )
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(self.keys_here)
-        plgpu.barrier_wait(self.keys_here)
-
-    def _convert_keys(self, place, chunk):
-        plan = self.plan
-        key_head = lax.div(place.head, plan.spec.group)
-        for i, source in enumerate((self.arrays.k, self.arrays.q)):
-            source = source.at[place.row, :, key_head, self._columns(chunk)]
-            x = steps.load(
-                source, (64, plan.chunk), steps.TILE, interpret=self.interpret
-            )
-            if i == 1:
-                steps.barrier(interpret=self.interpret)
-            for part, y in enumerate(self._split(x)):
-                # The queries overwrite what the keys leave below their last row.
-                self.keys[part, chunk, pl.ds(i * plan.wide, 64)] = y
-
-    def release_keys(self, more, tile):
-        """Wait until the team has read its keys, and start to copy others."""
-        if self.plan.copied:
-            plgpu.barrier_wait(self.keys_free)
-            pl.when(more)(lambda: self.fetch_keys(tile))
+class Warpgroup(copies.Copies):
+    """One warpgroup: how it solves its part of a head."""
 
     def prepare(self, gates, bits, wait):
         """Write -A and the weights [t, i] of every head, exp(c_t) and beta_t.
@@ -191,16 +29,17 @@ class Warpgroup:
         """
         pl.when(wait)(lambda: plgpu.barrier_wait(self.matrix_free))
         heads = self.plan.config.heads
+        grams = self._grams()
         for turn, own in zip(self._own_turns(), gates, strict=True):
             if heads % self.plan.groups == 0:
-                self._prepare_head(turn, own, bits)
+                self._prepare_head(turn, own, bits, grams)
             else:
-                prepare = functools.partial(self._prepare_head, turn, own, bits)
+                prepare = functools.partial(self._prepare_head, turn, own, bits, grams)
                 pl.when(turn < heads)(prepare)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.matrix_here)
 
-    def _prepare_head(self, turn, gates, bits):
+    def _prepare_head(self, turn, gates, bits, grams):
         related, strict = (
             steps.unpack(x, (64, self.plan.wide), interpret=self.interpret)
             for x in bits
@@ -208,10 +47,10 @@ class Warpgroup:
         decay, total, strength = self._path_decay(gates, related)
         self.shared[turn, 0] = jnp.exp(total)
         self.shared[turn, 1] = strength
-        system = self._down(-strength) * (decay * self._gram(SYSTEM))
+        system = self._down(-strength) * (decay * grams[SYSTEM])
         self._write_matrix(turn, SYSTEM, jnp.where(strict, system, 0.0))
         steps.barrier(interpret=self.interpret)
-        weights = decay * self._gram(WEIGHTS)
+        weights = decay * grams[WEIGHTS]
         self._write_matrix(turn, WEIGHTS, jnp.where(related, weights, 0.0))
 
     def _path_decay(self, gates, related):
@@ -235,14 +74,18 @@ class Warpgroup:
         # Between unrelated nodes the difference may be large, and is not used.
         return jnp.exp(high + low), sum(by_row), strength
 
-    def _gram(self, which):
-        """Return the products of keys (or queries, for the weights) with keys."""
-        pairs = []
-        for chunk in range(self.plan.chunks):
-            left = self._keys(which * self.plan.wide, 64, chunk)
-            right = self._keys(0, self.plan.wide, chunk)
-            pairs += self._products(left, [x.transpose((1, 0)) for x in right])
-        return self._multiply(pairs, self.plan.wide)
+    def _grams(self):
+        """Return the products of keys, and of queries, with keys."""
+        lists = []
+        for which in (SYSTEM, WEIGHTS):
+            pairs = []
+            for chunk in range(self.plan.chunks):
+                left = self._keys(which * self.plan.wide, 64, chunk)
+                right = self._keys(0, self.plan.wide, chunk)
+                pairs += self._products(left, [x.transpose((1, 0)) for x in right])
+            lists.append(pairs)
+        shape = (64, self.plan.wide)
+        return steps.multiply_each(lists, shape, interpret=self.interpret)
 
     def _write_matrix(self, turn, which, x):
         for part, y in enumerate(self._split(x)):
@@ -264,24 +107,10 @@ class Warpgroup:
             total = self._multiply(self._products(rows, right), 2 * plan.wide, total)
         return self._multiply(pairs, 2 * plan.wide) if total is None else total
 
-    def read_values(self, place, turn):
-        """Return V^T."""
-        if self.plan.copied:
-            values = self.values.transpose((1, 0))
-            return plgpu.load(values, layout=steps.TILE).astype(jnp.float32)
-        lines = pl.ds(place.line, self.plan.lines)
-        return steps.load(
-            self.arrays.v.at[place.row, :, place.head + turn, lines],
-            (64, self.plan.wide),
-            steps.TILE,
-            transposed=True,
-            interpret=self.interpret,
-        )
-
-    def solve(self, place, turn, read, values):
+    def solve(self, turn, read, values, size, sweeps):
         """Return U^T, where nodes are no padding, and what they read from the state."""
-        wide, arrays = self.plan.wide, self.arrays
-        there = self._across(self._nodes() < arrays.sizes[place.row])
+        wide = self.plan.wide
+        there = self._across(self._nodes() < size)
         from_state, strength = (
             self._across(self._column(self.shared.at[turn, i])) for i in range(2)
         )
@@ -289,7 +118,7 @@ class Warpgroup:
         right = jnp.where(there, right, 0.0)
         solved = lax.fori_loop(
             0,
-            arrays.sweeps[place.row],
+            sweeps,
             lambda _, u: self._times(u, turn, SYSTEM, right),
             right,
         )
@@ -308,46 +137,6 @@ class Warpgroup:
         ]
         left = [self._pad(y) for y in self._split(x)]
         return self._multiply(self._products(left, right), self.plan.wide, start)
-
-    def store(self, name, x, place, turn):
-        """Write the transpose of a tile, if needed first to shared memory."""
-        array, lines = getattr(self.arrays, name), pl.ds(place.line, self.plan.lines)
-        x = x.astype(array.dtype)
-        if name not in self.plan.staged:
-            target = array.at[place.row, :, place.head + turn, lines]
-            steps.store_transposed(target, x, interpret=self.interpret)
-        elif x.dtype == jnp.float32:
-            buffer = getattr(self, name)
-            steps.stage_transposed(buffer, x, interpret=self.interpret)
-        else:
-            getattr(self, name).transpose((1, 0))[...] = x
-
-    def send(self, place, turn):
-        """Start to copy to the outputs what waits in shared memory."""
-        plan = self.plan
-        if not plan.staged:
-            return
-        plgpu.commit_smem()
-        nodes, here = self._window(lax.min(turn, 0), plan.spec.nodes, plan.wide)
-        for name, dtype in plan.staged.items():
-            array, buffer = getattr(self.arrays, name), getattr(self, f"{name}_copy")
-            width = 32 if dtype == "float32" else plans.LINES
-            for i in range(0, plan.lines, width):
-                source = buffer.at[i // 32] if dtype == "float32" else buffer
-                size = min(width, plan.lines)
-                lines, columns = self._window(place.line + i, size, width)
-                plgpu.copy_smem_to_gmem(
-                    source.at[here, columns],
-                    array.at[place.row, nodes, place.head + turn, lines],
-                )
-
-    def await_sent(self):
-        """Wait until the copies to the outputs have read shared memory."""
-        if self.plan.staged:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def _split(self, x):
-        return dots.split(x, self.plan.parts)
 
     def _products(self, left, right):
         """Pair the parts of two operands as pallas_kernels.dots does."""
@@ -395,7 +184,7 @@ def kernel(*refs, plan, interpret, **buffers):
 
     While a head is solved, the next one's rows and values are on their way.
     """
-    arrays = Arrays(*refs)
+    arrays = copies.Arrays(*refs)
     group = Warpgroup(plan, interpret, arrays, buffers)
     team = lax.axis_index("block") * plan.config.teams + group.team
     stride = plan.blocks * plan.config.teams
@@ -404,6 +193,7 @@ def kernel(*refs, plan, interpret, **buffers):
         tile = team + step * stride
         next_tile = jnp.where(tile + stride < plan.tiles, tile + stride, tile)
         place = group.place(tile)
+        size, sweeps = arrays.sizes[place.row], arrays.sweeps[place.row]
         bits = group.load_ancestors(place)
         group.await_keys(place, step)
         group.prepare(gates, bits, step > 0)
@@ -416,16 +206,18 @@ def kernel(*refs, plan, interpret, **buffers):
             plgpu.barrier_wait(group.rows_here)
             read, values = group.read_state(), group.read_values(place, turn)
             pl.when(last)(lambda: plgpu.barrier_arrive(group.keys_free))
-            steps.barrier(interpret=interpret)
+            # A fence too: a barrier alone lets the copy engine overtake plain loads
+            # of what it is about to overwrite, and then a value in a million is wrong.
+            plgpu.commit_smem()
             pl.when(more)(
                 lambda: group.fetch_rows(
                     jnp.where(last, next_tile, tile), jnp.where(last, 0, turn + 1)
                 )
             )
-            solved, there, start = group.solve(place, turn, read, values)
+            pl.when(last)(lambda: group.release_keys(more, next_tile))
+            solved, there, start = group.solve(turn, read, values, size, sweeps)
             group.await_sent()
             group.store("pseudo_values", solved, place, turn)
-            pl.when(last)(lambda: group.release_keys(more, next_tile))
             seen = group.look(turn, solved, there, start)
             pl.when(last)(lambda: plgpu.barrier_arrive(group.matrix_free))
             group.store("output", seen, place, turn)

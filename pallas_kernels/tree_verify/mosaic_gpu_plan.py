@@ -10,7 +10,7 @@ from pallas_kernels.tree_verify import spec as specs
 LINES = 64  # rows of the state that one warpgroup takes: the M of wgmma
 CORES = 132  # of an H100 or H200
 SHARED_MEMORY = 227 * 1024  # bytes, of a block
-BARRIERS = 1024  # bytes of it that are kept for barriers
+BARRIERS = 4096  # bytes of it that are kept for barriers and alignment
 MOST_WARPGROUPS = 8
 
 
@@ -163,7 +163,7 @@ def choose(
         _check(spec, explicit)
         return explicit
     if interpret:
-        return Config(LINES)
+        return Config(LINES, heads=spec.group)
     return next(config for config in _guesses(spec) if Plan(spec, config).fits)
 
 

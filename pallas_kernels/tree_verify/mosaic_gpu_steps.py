@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, vector
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
+
+plgpu: Any = mosaic_gpu  # its types do not tell what its decorators return
 
 TILE = plgpu.Layout.WGMMA
 ROW = TILE.reduce(1)  # one number for each row of a tile
@@ -37,21 +39,44 @@ def multiply(
     interpret: bool,
 ) -> jax.Array:
     """Return start + the sum of a @ b over pairs (a, b); a may be in registers."""
-    if interpret:  # which knows no wgmma with an operand in registers
-        total = jnp.zeros(shape, jnp.float32) if start is None else start
-        for a, b in pairs:
-            a = a if isinstance(a, jax.Array) else a[...]
-            total += lax.dot(a, b[...], preferred_element_type=jnp.float32)
-        return total
+    if start is None:
+        return multiply_each([pairs], shape, interpret=interpret)[0]
+    if interpret:
+        return start + _interpreted(pairs)
 
     def run(total):
         for a, b in pairs:
             plgpu.wgmma(total, a, b)
-        return total[...] if start is None else None
 
-    if start is None:
-        return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
     return pl.run_state(run)(plgpu.ACC.init(start))
+
+
+def multiply_each(
+    lists: Sequence[Sequence[tuple[Any, Any]]],
+    shape: tuple[int, int],
+    *,
+    interpret: bool,
+) -> list[jax.Array]:
+    """Return the sum of a @ b over the pairs (a, b) of each list; all run together."""
+    if interpret:
+        return [_interpreted(pairs) for pairs in lists]
+
+    def run(*totals):
+        for total, pairs in zip(totals, lists, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(total, a, b)
+        return [total[...] for total in totals]
+
+    return pl.run_scoped(run, *[plgpu.ACC(shape, jnp.float32)] * len(lists))
+
+
+def _interpreted(pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """Do without wgmma: the interpreter knows none with an operand in registers."""
+    total: Any = 0.0
+    for a, b in pairs:
+        a = a if isinstance(a, jax.Array) else a[...]
+        total += lax.dot(a, b[...], preferred_element_type=jnp.float32)
+    return total
 
 
 def load(
@@ -108,11 +133,22 @@ def load_vectors(refs: Sequence[Any], *, interpret: bool) -> jax.Array:
             gpu.thread_id(gpu.Dimension.x), _index(utils.WARPGROUP_SIZE)
         )
         at = arith.minui(arith.remui(thread, _index(64)), _index(size - 1))
-        a, b = memref.load(first, [at]), memref.load(second, [at])
-        item = arith.select(_below(thread, 64), a, b)
+        # One load, of which nothing is made yet: its latency is hidden until then.
+        places = [_pointer(x, at) for x in (first, second)]
+        place = arith.select(_below(thread, 64), *places)
+        item = llvm.load(ir.F32Type.get(), place)
         return _one_register(item, PAIR, is_signed=None)
 
     return read(*refs)
+
+
+def _pointer(ref: ir.Value, index: ir.Value) -> ir.Value:
+    """Return the address of an element of a vector with a stride."""
+    kind = ir.MemRefType(ref.type)
+    [stride], _ = kind.get_strides_and_offset()
+    i64 = ir.IntegerType.get_signless(64)
+    offset = arith.index_cast(i64, arith.muli(index, _index(stride)))
+    return utils.getelementptr(utils.memref_ptr(ref), [offset], kind.element_type)
 
 
 def load_bits(
