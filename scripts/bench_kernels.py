@@ -6,9 +6,10 @@
 
 Workloads are those of scripts/workloads that are tagged "bench". Each implementation
 passes the correctness gate first: fresh random inputs, NaN in the memory that outputs
-may get, first and last row against float64. Then all of a case take turns: every round
-times each of them. A program runs the op several times in a row, each run depending on
-the one before, its input sets taking turns so that L2 holds none of them.
+may get, first and last row against float64, all rows bit-equal in 20 more calls. Then
+all of a case take turns: every round times each of them. A program runs the op several
+times in a row, each run depending on the one before, its input sets taking turns so
+that L2 holds none of them.
 
 "device us" is the summed time of the kernels of one run (CUPTI); "in jit" is the
 host's clock over such programs divided by the runs, launches included. Floors: least

@@ -31,6 +31,8 @@ class Options:
 
     ops: tuple[str, ...] = tuple(workloads.MODULES)
     """Ops to run; by default all that have workloads."""
+    impl: tuple[str, ...] = ()
+    """Implementations to run; by default all kernels that run on this device."""
     reference: bool = False
     """Run the implementations in XLA too."""
 
@@ -67,9 +69,12 @@ def select(chosen: Options) -> list[contenders.Contender]:
             names = [
                 name
                 for name in case.implementations.modules
-                if chosen.reference or name != tables.BASELINE
+                if name in (chosen.impl or case.implementations.modules)
+                and (chosen.reference or name != tables.BASELINE)
             ]
             found += contenders.of_case(case, names)
+    if not found:
+        raise ValueError(f"impl is {chosen.impl}; no op here has such a kernel")
     return found
 
 
@@ -78,7 +83,7 @@ def run(entrant: contenders.Contender) -> None:
     chain = contenders.plan(entrant.case, entrant.impl)
     arguments = entrant.case, entrant.impl, entrant.config
     entrant.single = chains.lower_once(*arguments).compile()
-    contenders.check(entrant, contenders.Data(entrant.case, chain))
+    contenders.check(entrant, contenders.Data(entrant.case, chain), repeats=0)
 
 
 if __name__ == "__main__":

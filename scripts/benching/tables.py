@@ -13,10 +13,11 @@ BASELINE = "reference"
 
 
 def state(entrant: contenders.Contender) -> str:
-    """Return "ok", why it does not run here, or what went wrong."""
+    """Return "ok", why it does not run here, what went wrong, or "not reached"."""
     if entrant.absent is not None:
         return f"does not run here: {entrant.absent}"
-    return entrant.problem or "ok"
+    # A run that is ended early has not come to everyone.
+    return entrant.problem or ("ok" if entrant.errors else "not reached")
 
 
 def median_us(entrant: contenders.Contender) -> float | None:

@@ -260,6 +260,26 @@ def test_the_memory_of_outputs_is_filled_before_the_check(blend_op, monkeypatch)
     assert [x.shape for x in shapes] == [(3, 8), (3, 8)]
 
 
+@pytest.mark.parametrize("wrong_call", [None, 2, 20])
+def test_one_wrong_bit_of_a_later_call_is_found(blend_op, wrong_call):
+    (case,) = blend_op
+    entrant = contenders.Contender(case, "triton", chain=chains.plan(case, "triton"))
+    data = contenders.Data(case, entrant.chain)
+    calls = []
+
+    def single(*arguments):
+        calls.append(None)
+        outputs = jax.tree.leaves(case.call("reference", None)(*arguments))
+        if len(calls) - 1 == wrong_call:
+            outputs[0] = outputs[0].at[1, 3].add(1e-6)  # of a row that no one looks at
+        return outputs
+
+    entrant.single = single
+    contenders.check(entrant, data, repeats=20)
+    wrong = "wrong: outputs differ from call to call"
+    assert entrant.problem == (None if wrong_call is None else wrong)
+
+
 def test_poison_takes_every_dtype():
     contenders.poison([jax.ShapeDtypeStruct((2,), x) for x in ("int32", "bfloat16")])
 

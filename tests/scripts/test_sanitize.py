@@ -32,6 +32,8 @@ def test_every_kernel_runs_once_and_is_checked(blend_op, capsys):
     assert "triton" in ran
     assert sanitize.main(["--ops", "blend", "--reference"]) == 0
     assert "2 calls run of 3" in capsys.readouterr().out
+    assert sanitize.main(["--ops", "blend", "--impl", "triton"]) == 0
+    assert "1 calls run of 1" in capsys.readouterr().out
 
 
 def test_a_wrong_kernel_fails(blend_op, capsys):
@@ -52,6 +54,7 @@ def test_nothing_run_is_no_success(blend_op, monkeypatch):
         ({"bench"}, ["--ops", "blend"], "blend: no case is tagged 'small'"),
         ({"small"}, ["--ops", "blur"], "op is 'blur'"),
         ({"small"}, ["--ops"], "ops is empty"),
+        ({"small"}, ["--ops", "blend", "--impl", "cuda"], "impl is ('cuda',)"),
     ],
 )
 def test_wrong_input_is_one_line(blend_op, tags, arguments, message, capsys):
