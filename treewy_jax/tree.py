@@ -7,6 +7,7 @@ no ancestors, not even itself, and so never acts. `n_max` and `depth_max` are st
 another topology inside them compiles nothing new.
 """
 
+import contextlib
 import dataclasses
 import re
 import typing
@@ -149,12 +150,14 @@ class DraftTree:
 
     def valid(self) -> Bool[Array, "B n"]:
         """Tell real nodes from padding."""
-        return jnp.arange(self.n_max) < self.size[:, None]
+        with self._evaluated_if_known():
+            return jnp.arange(self.n_max) < self.size[:, None]
 
     def parents(self) -> Int[Array, "B n"]:
         """Return each node's parent per row; -1 for the root and for padding."""
-        parent = jnp.broadcast_to(self.parent, self.tokens.shape)
-        return jnp.where(self.valid(), parent, -1)
+        with self._evaluated_if_known():
+            parent = jnp.broadcast_to(self.parent, self.tokens.shape)
+            return jnp.where(self.valid(), parent, -1)
 
     def ancestors(self, include_self: bool = True) -> Bool[Array, "B n n"]:
         """Return [t, i] = node i lies on the path from the root to node t.
@@ -162,19 +165,34 @@ class DraftTree:
         Pointer doubling: after m rounds a node knows 2^m nodes of its path, so
         depth_max.bit_length() rounds reach every root.
         """
-        itself = jnp.eye(self.n_max, dtype=bool)
-        reached = itself & self.valid()[:, :, None]
-        jump = self.parents()
-        for _ in range(self.depth_max.bit_length()):
-            found, row = jump >= 0, jnp.maximum(jump, 0)
-            above = jnp.take_along_axis(reached, row[:, :, None], axis=1)
-            reached = reached | (above & found[:, :, None])
-            jump = jnp.where(found, jnp.take_along_axis(jump, row, axis=1), -1)
-        return reached if include_self else reached & ~itself
+        with self._evaluated_if_known():
+            itself = jnp.eye(self.n_max, dtype=bool)
+            reached = itself & self.valid()[:, :, None]
+            jump = self.parents()
+            for _ in range(self.depth_max.bit_length()):
+                found, row = jump >= 0, jnp.maximum(jump, 0)
+                above = jnp.take_along_axis(reached, row[:, :, None], axis=1)
+                reached = reached | (above & found[:, :, None])
+                jump = jnp.where(found, jnp.take_along_axis(jump, row, axis=1), -1)
+            return reached if include_self else reached & ~itself
 
     def depth(self) -> Int[Array, "B n"]:
         """Return the edges between the root and each node (root and padding: 0)."""
-        return jnp.sum(self.ancestors(include_self=False), axis=-1, dtype=jnp.int32)
+        with self._evaluated_if_known():
+            above = self.ancestors(include_self=False)
+            return jnp.sum(above, axis=-1, dtype=jnp.int32)
+
+    def deepest(self) -> Int[Array, " B"]:
+        """Return the depth of each row's deepest node."""
+        with self._evaluated_if_known():
+            return jnp.max(self.depth(), axis=-1)
+
+    def _evaluated_if_known(self) -> contextlib.AbstractContextManager:
+        """Make what follows constants of the program where the tree is one."""
+        traced = (isinstance(x, jax.core.Tracer) for x in (self.parent, self.size))
+        if any(traced):
+            return contextlib.nullcontext()
+        return jax.ensure_compile_time_eval()
 
     def ancestor_at(self, distance: int) -> Int[Array, "B n"]:
         """Return the node `distance` edges above each node, itself at 0, else -1."""

@@ -123,14 +123,14 @@ def verify(
 def _run_reference(spec, q, k, v, log_decay, beta, state, ancestors, tree):
     del spec
     q, k, v, beta = (_zero_padding(x, tree) for x in (q, k, v, beta))
-    deepest = jnp.max(_sweeps(ancestors), initial=0)
+    deepest = jnp.max(tree.deepest(), initial=0)
     return wy.verify_reference(q, k, v, log_decay, beta, state, ancestors, deepest)
 
 
 def _run_kernel(name):
     def run(spec, q, k, v, log_decay, beta, state, ancestors, tree):
         return IMPLEMENTATIONS.module(name).tree_verify(
-            q, k, v, log_decay, beta, state, ancestors, tree.size, _sweeps(ancestors),
+            q, k, v, log_decay, beta, state, ancestors, tree.size, tree.deepest(),
             spec=spec,
         )  # fmt: skip
 
@@ -140,12 +140,6 @@ def _run_kernel(name):
 def _zero_padding(x, tree):
     valid = tree.valid()
     return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0)
-
-
-def _sweeps(ancestors):
-    """Return the depth of each row's deepest node: what the solve needs."""
-    nodes = jnp.max(jnp.sum(ancestors, axis=-1, dtype=jnp.int32), axis=-1)
-    return jnp.maximum(nodes - 1, 0)
 
 
 @typing.no_type_check

@@ -166,18 +166,19 @@ def cases(work: Work, exact: Exact) -> list[base.Case]:
                 donate=(7,) if work.name == "decode" else (),
             )
         ]
+    known = tree(work)
     return [
         case(
             op="verify",
             spec=work.cost(1),
-            call=lambda impl, config: lambda *arrays: verify_tree(*arrays)[:1],
+            call=lambda impl, config: lambda *arrays: verify_tree(known, *arrays)[:1],
             exact=lambda arrays, rows: exact(arrays, rows)[:1],
             bounds=(BOUND,),
         ),
         case(
             op="verify + commit",
             spec=work.cost(3),
-            call=lambda impl, config: functools.partial(verify_and_commit, work),
+            call=lambda impl, config: functools.partial(verify_and_commit, work, known),
             exact=exact,
             bounds=(BOUND, BOUND),
             donate=(7,),
@@ -185,18 +186,22 @@ def cases(work: Work, exact: Exact) -> list[base.Case]:
     ]
 
 
-def verify_tree(q, k, v, a, b, A_log, dt_bias, state, tree) -> tuple:
-    """Return the outputs of all nodes, and the records of the verification."""
+def verify_tree(known, q, k, v, a, b, A_log, dt_bias, state, _) -> tuple:
+    """Return the outputs of all nodes, and the records of the verification.
+
+    The tree is `known`, a constant of the program: its masks are made before, as those
+    of the other projects are. In a model one set serves all layers.
+    """
     q, k, log_decay, beta = gdn_front.normalize_and_gate(q, k, a, b, A_log, dt_bias)
     verified = verify.verify(
-        q, k, v, log_decay, beta, state, tree, output_dtype=v.dtype
+        q, k, v, log_decay, beta, state, known, output_dtype=v.dtype
     )
     return verified.output, verified, k
 
 
-def verify_and_commit(work: Work, *arrays: Any) -> tuple:
+def verify_and_commit(work: Work, known, *arrays: Any) -> tuple:
     """Return the outputs, and the state after the path to the last node."""
-    output, verified, k = verify_tree(*arrays)
+    output, verified, k = verify_tree(known, *arrays)
     path = jnp.tile(jnp.asarray(work.path(), jnp.int32), (work.batch, 1))
     count = jnp.full(work.batch, path.shape[1], jnp.int32)
     records = k, verified.pseudo_values, verified.log_decay

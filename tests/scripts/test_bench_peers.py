@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from scripts import bench_peers
-from scripts.benching import chains, contenders, layer, peers
+from scripts.benching import chains, command, contenders, layer, peers
 from scripts.workloads import base
 
 CHAIN = layer.Work("verify", 2, (-1, 0, 1), key_heads=1, value_heads=2, dim=16)
@@ -29,8 +29,9 @@ def drawn(work):
     """What `layer.inputs` makes, without compiling a random generator."""
     shapes = jax.eval_shape(functools.partial(layer.inputs, work), jax.random.key(0))
     rng = np.random.default_rng(0)
-    arrays = (jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in shapes[:8])
-    return *arrays, layer.tree(work)
+    with jax.ensure_compile_time_eval():  # whoever comes first may be tracing
+        arrays = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in shapes[:8]]
+        return *arrays, layer.tree(work)
 
 
 class Tensor(np.ndarray):
@@ -354,6 +355,7 @@ def test_what_is_missing_is_said(
         "GPU": "PyTorch sees no GPU: no peer is timed",
         "fla": "flash-linear-attention cannot be imported",
     }[lost]
+    command.parse(bench_peers.Options, "", [])  # tyro asks for torch, the first time
     if lost == "GPU":
         torch.cuda.is_available = lambda: False
     else:

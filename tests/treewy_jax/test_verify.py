@@ -427,7 +427,8 @@ class TestChoice:
         spec = self.spec(key_dim=24)
         assert verify.choose(spec).name == "reference"
         line = verify.explain(spec, "auto")
-        assert "impl=reference" in line and "needs a GPU" in line
+        assert "impl=reference" in line and "mosaic_gpu needs" in line
+        assert "triton needs" in line and "mosaic_tpu needs" in line
         assert "\n" not in line
 
     @pytest.mark.parametrize(
