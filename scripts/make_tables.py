@@ -114,14 +114,34 @@ def verification_in_short() -> str:
 def other_kernels() -> str:
     """Microseconds of the other ops and how many times their floor that is."""
     rows = []
-    for name, op in (("verify", "commit"), *(("kernels", op) for op in OTHERS)):
+    files = [("verify", op) for op in ("commit", "store_all")]
+    for name, op in (*files, *(("kernels", op) for op in OTHERS)):
         for case, found in _by_case(name, op).items():
             floor = max(found["triton"]["floors"].values())
             rows.append([f"`{op}`", case, f"{floor:.3g}", _time(found["triton"])])
     return markdown(["op", "case", "floor", "median (times floor)"], rows)
 
 
-OTHERS = ("decode", "gdn_front", "grouped_matmul", "tree_attention")
+OTHERS = ("decode", "chunk_prefill", "gdn_front", "grouped_matmul", "tree_attention")
+
+
+def steps() -> str:
+    """Milliseconds of a decode step by part."""
+    found = read("nvidia-h200/decode")["steps"]
+    parts = [part["name"].replace("MLP", "MLP, MoE") for part in found[0]["parts"]]
+    rows = [
+        [
+            step["model"],
+            *(f"{_ms(part) * part['times']:.2f}" for part in step["parts"]),
+            f"{_ms(step):.2f}",
+        ]
+        for step in found
+    ]
+    return markdown(["model", *parts, "whole step"], rows)
+
+
+def _ms(timed: dict[str, Any]) -> float:
+    return timed["device_us"]["median"] / 1e3
 
 
 def _by_case(name: str, op: str) -> dict[str, dict[str, Any]]:
@@ -144,6 +164,7 @@ TABLES = {
     verification_in_short: "README.md",
     verification: "scripts/results/README.md",
     other_kernels: "scripts/results/README.md",
+    steps: "scripts/results/README.md",
 }
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from scripts.workloads import base, recurrent
 
 CONFIGS = tuple(
     config.Config(block_v=block_v, num_warps=warps)
-    for block_v, warps in ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4))
+    for block_v, warps in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 4))
 )
 
 
