@@ -72,7 +72,7 @@ def select(chosen: Options) -> list[contenders.Contender]:
                 if name in (chosen.impl or case.implementations.modules)
                 and (chosen.reference or name != tables.BASELINE)
             ]
-            found += contenders.of_case(case, names)
+            found += contenders.of_case(case, names) if names else []
     if not found:
         raise ValueError(f"impl is {chosen.impl}; no op here has such a kernel")
     return found
