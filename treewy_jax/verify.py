@@ -103,15 +103,21 @@ def verify(
         "beta": beta,
         "state": state,
     }
-    spec = _spec_of(arrays, tree, precision, output_dtype)
+    spec = spec_of(arrays, tree, precision, output_dtype)
     name = choose(spec, impl).name
     accumulation = jnp.dtype(spec.accumulation_dtype)
     log_decay, beta = (gate.astype(accumulation) for gate in (log_decay, beta))
-    log_decay = _zero_padding(log_decay, tree)
+    log_decay = zero_padding(log_decay, tree)
     ancestors = tree.ancestors()
     run = _run_reference if name == "reference" else _run_kernel(name)
     output, pseudo_values = run(spec, q, k, v, log_decay, beta, state, ancestors, tree)
-    high, low = wy.split_path_decay(log_decay, ancestors)
+    return verified(spec, output, pseudo_values, log_decay, tree)
+
+
+@typing.no_type_check
+def verified(spec, output, pseudo_values, log_decay, tree) -> Verified:
+    """Put together what a verification knows; log_decay is 0 in padding."""
+    high, low = wy.split_path_decay(log_decay, tree.ancestors())
     return Verified(
         output.astype(spec.output_dtype),
         pseudo_values,
@@ -122,7 +128,7 @@ def verify(
 
 def _run_reference(spec, q, k, v, log_decay, beta, state, ancestors, tree):
     del spec
-    q, k, v, beta = (_zero_padding(x, tree) for x in (q, k, v, beta))
+    q, k, v, beta = (zero_padding(x, tree) for x in (q, k, v, beta))
     deepest = jnp.max(tree.deepest(), initial=0)
     return wy.verify_reference(q, k, v, log_decay, beta, state, ancestors, deepest)
 
@@ -137,7 +143,8 @@ def _run_kernel(name):
     return run
 
 
-def _zero_padding(x, tree):
+def zero_padding(x, tree):
+    """Return x [B, n, ...] with zeros where there is no node."""
     valid = tree.valid()
     return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0)
 
@@ -165,7 +172,7 @@ def reconstruct(
     )
 
 
-def _spec_of(arrays, tree, precision, output_dtype) -> specs.Spec:
+def spec_of(arrays, tree, precision, output_dtype) -> specs.Spec:
     """Check every argument of `verify` and describe the call."""
     if not isinstance(tree, tree_lib.DraftTree):
         raise ValueError(f"tree is a {type(tree).__name__}; a DraftTree is allowed")

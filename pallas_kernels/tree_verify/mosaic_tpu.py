@@ -55,13 +55,8 @@ def tree_verify(
     platform, device_kind = device.target()
     config = configs.choose(spec, platform, device_kind, config)
     nodes = -(-spec.nodes // 16) * 16  # the rows of a bfloat16 tile
-    # Heads come before nodes in memory: the last two axes of a block are a tile.
-    q, k, v, log_decay, beta = (
-        jnp.swapaxes(_pad(_zeroed(x, sizes), nodes, (1,)), 1, 2)
-        for x in (q, k, v, log_decay, beta)
-    )
-    ancestors = _pad(ancestors, nodes, (1, 2)).astype(jnp.int32)
-    in_specs, value = _block_specs(spec, config, nodes)
+    rows = tree_rows(q, k, v, log_decay, beta, ancestors, sizes, nodes)
+    in_specs, value = block_specs(spec, config, nodes)
     in_specs.append(pl.BlockSpec(memory_space=pallas_tpu.SMEM))
     output, pseudo_values = pl.pallas_call(
         functools.partial(_kernel, precision=spec.precision),
@@ -69,22 +64,35 @@ def tree_verify(
         in_specs=in_specs,
         out_specs=[value, value],
         out_shape=[
-            jax.ShapeDtypeStruct(v.shape, spec.output_dtype),
-            jax.ShapeDtypeStruct(v.shape, jnp.float32),
+            jax.ShapeDtypeStruct(rows[2].shape, spec.output_dtype),
+            jax.ShapeDtypeStruct(rows[2].shape, jnp.float32),
         ],
         interpret=platform == "cpu",
         cost_estimate=specs.cost_estimate(spec),
         name="tree_verify",
-    )(q, k, v, log_decay[..., None, :], beta[..., None], ancestors, state, sweeps)
+    )(*rows, state, sweeps)
     output, pseudo_values = (jnp.swapaxes(x, 1, 2) for x in (output, pseudo_values))
     return output[:, : spec.nodes], pseudo_values[:, : spec.nodes]
+
+
+def tree_rows(q, k, v, log_decay, beta, ancestors, sizes, nodes):
+    """Return the inputs but the state, padded to `nodes` rows, 0 from `sizes` on.
+
+    Heads come before nodes in memory: the last two axes of a block are a tile.
+    """
+    q, k, v, log_decay, beta = (
+        jnp.swapaxes(_pad(_zeroed(x, sizes), nodes, (1,)), 1, 2)
+        for x in (q, k, v, log_decay, beta)
+    )
+    ancestors = _pad(ancestors, nodes, (1, 2)).astype(jnp.int32)
+    return q, k, v, log_decay[..., None, :], beta[..., None], ancestors
 
 
 def _kernel(
     q, k, v, log_decay, beta, ancestors, state, sweeps, output, pseudo_values,
     *, precision,
 ):  # fmt: skip
-    dot = functools.partial(_dot, fast=precision == "fast")
+    dot = functools.partial(product, fast=precision == "fast")
     queries, keys, tile, strength = q[...], k[...], state[...], beta[...]
     related = ancestors[...] != 0
     decay, from_state = body.path_decay(log_decay[...], related)
@@ -102,7 +110,7 @@ def _kernel(
     pseudo_values[...] = solved
 
 
-def _dot(a, b, a_axis, b_axis, *, fast):
+def product(a, b, a_axis, b_axis, *, fast):
     """Contract an axis of each operand; Mosaic splits float32 operands by itself."""
     if fast:
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
@@ -130,7 +138,7 @@ def _pad(x, nodes, axes):
     return jnp.pad(x, widths) if any(after for _, after in widths) else x
 
 
-def _block_specs(spec, config, nodes):
+def block_specs(spec, config, nodes):
     """Return the blocks of the inputs, in the order of `_kernel`, and of an output."""
     group, block_v = spec.group, config.block_v
     key = pl.BlockSpec(

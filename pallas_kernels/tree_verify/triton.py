@@ -1,10 +1,6 @@
 """Tree verification as a Pallas Triton kernel for NVIDIA GPUs.
 
-A program serves value heads of one key head, so their Grams are made once. The system
-is solved for the whole matrix, (I + A)^-1 = I - L with L <- A - A L, and not for every
-column of the right-hand side anew: then U = R - L R and O = e^c Q S^T + (W - W L) R
-hang on R alone. With few nodes the tensor cores want the state's rows on their large
-side, so there products are taken transposed and U is swept directly.
+A program serves value heads of one key head, whose keys and queries it reads once.
 """
 
 import functools
@@ -16,15 +12,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import device, dots, gpu, refusals
-from pallas_kernels.tree_verify import body
+from pallas_kernels.tree_verify import body, triton_solve
 from pallas_kernels.tree_verify import config as configs
 from pallas_kernels.tree_verify import spec as specs
 
 # A node pair takes registers in every program; beyond this they spill.
 MOST_NODES = 128
-# A tensor core instruction has 64 rows: from 32 nodes on they fill at least half.
-FEW_NODES = 16
-MOST_UNROLLED = 4
 
 
 def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str | None:
@@ -63,7 +56,7 @@ def tree_verify(
     platform, device_kind = device.target()
     config = configs.choose(spec, platform, device_kind, config)
     interpret = platform == "cpu"
-    in_specs, value = _block_specs(spec, config)
+    in_specs, value = block_specs(spec, config)
     output, pseudo_values = pl.pallas_call(
         functools.partial(_kernel, spec=spec, config=config),
         grid=(
@@ -94,21 +87,23 @@ def _kernel(
     split = body.splitter(spec)
     nodes, heads = q.shape[0], config.heads
     size = sizes[...]
-    read = functools.partial(_read, nodes=spec.nodes, size=size)
+    read = functools.partial(read_rows, nodes=spec.nodes, size=size)
     queries, keys = (split(read(x.at[...], x.shape)) for x in (q, k))
-    related = gpu.load(ancestors.at[...], _square_mask(nodes, spec.nodes)) != 0
-    related &= _square_mask(nodes, size)
+    related = read_square(ancestors, nodes=spec.nodes, size=size)
     gates = [read(x.at[:, :], (nodes, heads)) for x in (log_decay, beta)]
-    solve = _few_nodes if nodes <= FEW_NODES else _many_nodes
 
     def one_head(head, _):
-        decays, strength = (_column(x.astype(jnp.float32), head) for x in gates)
+        decays, strength = (
+            triton_solve.column(x.astype(jnp.float32), head) for x in gates
+        )
         decay, from_state = body.path_decay(jnp.swapaxes(decays, 0, 1), related)
         # The Grams again for each head: kept, they would cost half the programs that
         # fit on a multiprocessor.
         grams = dots.dot(keys, keys, 1, 1), dots.dot(queries, keys, 1, 1)
         system = body.system(*grams, decay, strength)
-        solved = solve(*system, from_state, strength, sweeps[...], spec.depth, split)
+        solved = triton_solve.solver(
+            *system, from_state, strength, sweeps[...], spec.depth, split
+        )
 
         def one_block(i, _):
             lines = pl.ds(i * config.block_v, config.block_v)
@@ -117,7 +112,11 @@ def _kernel(
             values = read(v.at[:, head, lines], block)
             # Rows beyond the array are not there to be written.
             there = gpu.row_mask(block, spec.nodes)
-            results = solved(queries, keys, values.astype(jnp.float32), tile)
+            reads = [
+                functools.partial(triton_solve.read, x, tile, nodes)
+                for x in (keys, queries)
+            ]
+            results = solved(*reads, values.astype(jnp.float32))
             for ref, result in zip((pseudo_values, output), results, strict=True):
                 gpu.store(ref.at[:, head, lines], result, there)
 
@@ -126,10 +125,17 @@ def _kernel(
     lax.fori_loop(0, heads, one_head, None)
 
 
-def _read(ref, shape, *, nodes, size):
+def read_rows(ref, shape, *, nodes, size):
     """Read rows up to `size`, else 0; rows from `nodes` on are not there to be read."""
     x = gpu.load(ref, gpu.row_mask(shape, nodes))
     return jnp.where(gpu.row_mask(shape, size), x, jnp.zeros_like(x))
+
+
+def read_square(ref, *, nodes, size):
+    """Read who is an ancestor of whom, among the first `size` nodes."""
+    padded = ref.shape[0]
+    related = gpu.load(ref.at[...], _square_mask(padded, nodes)) != 0
+    return related & _square_mask(padded, size)
 
 
 def _square_mask(nodes, size):
@@ -137,65 +143,7 @@ def _square_mask(nodes, size):
     return gpu.row_mask(square, size) & gpu.row_mask(square, size, axis=1)
 
 
-def _many_nodes(matrix, weights, from_state, strength, sweeps, depth, split):
-    """Return the solution for blocks of the state's rows: u and o, both [n, bv]."""
-    parts = split(matrix)
-    solution = _sweep(
-        lambda x: matrix - dots.dot(parts, split(x), 1, 0),
-        matrix,
-        sweeps - 1,
-        depth - 1,
-    )
-    solution = split(solution)
-    weights = split(weights - dots.dot(split(weights), solution, 1, 0))
-
-    def solved(queries, keys, values, tile):
-        right = strength * (values - from_state * dots.dot(keys, tile, 1, 1))
-        rows = split(right)
-        yield right - dots.dot(solution, rows, 1, 0)
-        seen = from_state * dots.dot(queries, tile, 1, 1)
-        yield seen + dots.dot(weights, rows, 1, 0)
-
-    return solved
-
-
-def _few_nodes(matrix, weights, from_state, strength, sweeps, depth, split):
-    """Return the same as `_many_nodes`, by products of shape [bv, n]."""
-    matrix, weights = split(matrix), split(weights)
-    from_state, strength = (jnp.swapaxes(x, 0, 1) for x in (from_state, strength))
-
-    def solved(queries, keys, values, tile):
-        known = from_state * dots.dot(tile, keys, 1, 1)
-        right = strength * (jnp.swapaxes(values, 0, 1) - known)
-        u = _sweep(
-            lambda u: right - dots.dot(split(u), matrix, 1, 1), right, sweeps, depth
-        )
-        yield jnp.swapaxes(u, 0, 1)
-        seen = from_state * dots.dot(tile, queries, 1, 1)
-        yield jnp.swapaxes(seen + dots.dot(split(u), weights, 1, 1), 0, 1)
-
-    return solved
-
-
-def _sweep(step, x, sweeps, most):
-    """Apply `step` `sweeps` times; unrolled to `most` where that is few.
-
-    More sweeps than the tree is deep change nothing.
-    """
-    if most > MOST_UNROLLED:
-        return lax.fori_loop(0, sweeps, lambda _, x: step(x), x)
-    for _ in range(most):
-        x = step(x)
-    return x
-
-
-def _column(x, index):
-    """Return a column of a 2-D value, which cannot be sliced."""
-    chosen = lax.broadcasted_iota(jnp.int32, x.shape, 1) == index
-    return jnp.sum(jnp.where(chosen, x, 0.0), axis=1, keepdims=True)
-
-
-def _block_specs(spec, config):
+def block_specs(spec, config):
     """Return the blocks of the inputs, in the order of `_kernel`, and of an output."""
     nodes = gpu.power_of_two(spec.nodes)
     heads, lines = config.heads, config.block_v * config.blocks
