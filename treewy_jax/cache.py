@@ -7,7 +7,8 @@ Leaves of the recurrent part lead with [blocks, layers a block], those of attent
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from treewy_jax import accept, conv, pytree, slots
 from treewy_jax import commit as commit_lib
@@ -77,6 +78,39 @@ def commit(
         key=per_block(kv)(cache.key, records.key),
         value=per_block(kv)(cache.value, records.value),
         length=cache.length + count,
+    )
+
+
+def take_rows(cache: HybridCache, rows: Int[Array, " b"]) -> HybridCache:
+    """Return the cache whose row i is row rows[i], with all that belongs to it."""
+    return _each_part(lambda x, axis: jnp.take(x, rows, axis=axis), cache)
+
+
+def clear_rows(cache: HybridCache, rows: Bool[Array, " B"]) -> HybridCache:
+    """Return the cache with nothing in these rows: no token, a zero state, no history.
+
+    What they held, NaN included, is gone.
+    """
+
+    def clear(x, axis):
+        chosen = rows.reshape((1,) * axis + rows.shape + (1,) * (x.ndim - axis - 1))
+        return jnp.where(chosen, jnp.zeros_like(x), x)
+
+    return _each_part(clear, cache)
+
+
+def _each_part(change, cache: HybridCache) -> HybridCache:
+    """Apply change(array, its batch axis) to every array."""
+
+    def along(axis):
+        return lambda part: jax.tree.map(lambda x: change(x, axis), part)
+
+    return HybridCache(
+        recurrent=along(2)(cache.recurrent),
+        window=along(2)(cache.window),
+        key=along(1)(cache.key),
+        value=along(1)(cache.value),
+        length=along(0)(cache.length),
     )
 
 

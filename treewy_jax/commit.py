@@ -1,17 +1,18 @@
 """What happens to the recurrent state when a path is accepted: the lifecycles.
 
-A lifecycle owns an opaque state, one of a layer and a batch. `verify` reads it and
-returns records; `commit` turns records and the accepted path into the next state. The
-model and the loop touch the state through these methods only.
-
 | lifecycle     | kept until commit                           | moves of S       |
 |---------------|---------------------------------------------|------------------|
 | `store-all`   | the full state after every node             | 1 + n; tree: 2n  |
 | `reconstruct` | pseudo-values, keys, log decay of the nodes | 3                |
+| `fused`       | the same, and of the path accepted before   | 2                |
+| `deferred`    | the same, and of some paths before          | 1 + 1 / steps    |
+
+`fused` folds the path accepted last into S in the pass that verifies the next tree.
+`deferred` folds a row only when its history would overflow, every few steps, and reads
+the history beside S: see treewy_jax.history. A move is one pass over S.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,65 +20,23 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.commit import op as commit_op
 from pallas_kernels.store_all import op as store_all_op
-from treewy_jax import accept
-from treewy_jax import tree as tree_lib
+from treewy_jax import deferred
+from treewy_jax import lifecycle as lifecycle_lib
 from treewy_jax import verify as verify_lib
 
-STATE_DTYPES = ("float32", "bfloat16", "float64")
-
-
-class Inputs(NamedTuple):
-    """The five arrays that `verify` takes for each node (see treewy_jax.verify)."""
-
-    q: Float[Array, "B n Hk Dk"]
-    k: Float[Array, "B n Hk Dk"]
-    v: Float[Array, "B n Hv Dv"]
-    log_decay: Float[Array, "B n Hv"]
-    beta: Float[Array, "B n Hv"]
-
-
-@runtime_checkable
-class Lifecycle(Protocol):
-    """One way of carrying the recurrent state from step to step."""
-
-    def init(self, state: Float[Array, "B Hv Dv Dk"]) -> Any:
-        """Wrap a plain state S."""
-        ...
-
-    def verify(
-        self, state: Any, inputs: Inputs, tree: tree_lib.DraftTree
-    ) -> tuple[Float[Array, "B n Hv Dv"], Any]:
-        """Return the outputs of all nodes and the records `commit` needs."""
-        ...
-
-    def commit(self, state: Any, records: Any, accepted: accept.Accepted) -> Any:
-        """Return the state after the accepted path; rows with count 0 keep theirs."""
-        ...
-
-    def materialize(self, state: Any) -> Float[Array, "B Hv Dv Dk"]:
-        """Return the plain state S."""
-        ...
-
-    def nbytes(self, state: Any) -> int:
-        """Return the bytes of the committed state (records not counted)."""
-        ...
+Inputs = lifecycle_lib.Inputs
+Lifecycle = lifecycle_lib.Lifecycle
 
 
 @dataclasses.dataclass(frozen=True)
-class _PlainState:
+class _PlainState(lifecycle_lib.Options):
     """What lifecycles whose state is S itself have in common."""
 
-    state_dtype: str = "float32"
-    impl: str | None = None
-    precision: str | None = None
+    def check(self, depth: int) -> None:
+        del depth
 
-    def __post_init__(self):
-        if self.state_dtype not in STATE_DTYPES:
-            allowed = ", ".join(STATE_DTYPES)
-            raise ValueError(f"state_dtype={self.state_dtype!r}: allowed are {allowed}")
-        verify_lib.check_impl(self.impl)
-
-    def init(self, state: Float[Array, "B Hv Dv Dk"]) -> Float[Array, "B Hv Dv Dk"]:
+    def init(self, state, key_heads=None) -> Float[Array, "B Hv Dv Dk"]:
+        del key_heads
         return state.astype(self.state_dtype)
 
     def materialize(self, state):
@@ -135,16 +94,36 @@ class StoreAll(_PlainState):
         return jnp.where(kept, state, chosen)
 
 
-LIFECYCLES = {"reconstruct": Reconstruct, "store-all": StoreAll}
+LIFECYCLES = {
+    "reconstruct": Reconstruct,
+    "store-all": StoreAll,
+    "fused": deferred.Fused,
+    "deferred": deferred.Deferred,
+}
+
+
+def _options(lifecycle: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(lifecycle)]
+
+
+OPTIONS = tuple(dict.fromkeys(sum(map(_options, LIFECYCLES.values()), [])))
 
 
 def by_name(name: str, **options) -> Lifecycle:
     """Return the lifecycle called `name`; `-` and `_` are the same.
 
+    Options of other lifecycles are left out, such as the depth of all but `fused`.
+
     Raises:
-        ValueError: the name is not one of `LIFECYCLES`.
+        ValueError: the name is not one of `LIFECYCLES`, or an option is unknown or out
+            of range.
     """
     key = name.replace("_", "-")
     if key not in LIFECYCLES:
         raise ValueError(f"commit={name!r}: allowed are {', '.join(LIFECYCLES)}")
-    return LIFECYCLES[key](**options)
+    for option in options:
+        if option not in OPTIONS:
+            allowed = ", ".join(OPTIONS)
+            raise ValueError(f"{option} is no option; allowed are {allowed}")
+    known = _options(LIFECYCLES[key])
+    return LIFECYCLES[key](**{k: v for k, v in options.items() if k in known})

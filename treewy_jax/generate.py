@@ -105,9 +105,15 @@ def generate(
     max_position = config.max_position_embeddings
     rows = prompts_lib.check(prompts, config.vocab_size)
     prompts_lib.check_budget(rows, max_new_tokens, max_position)
-    lifecycle = _lifecycle(commit, state_dtype or config.mamba_ssm_dtype, impl)
     if drafter is None:
         drafter = default_drafter(tree, config)
+    lifecycle = _lifecycle(
+        commit,
+        state_dtype=state_dtype or config.mamba_ssm_dtype,
+        impl=impl,
+        depth=drafter.depth_max,
+    )
+    lifecycle.check(drafter.depth_max)
     program = _Program(
         build=model.builder(lifecycle),
         params=model.params,
@@ -254,7 +260,7 @@ def _read(state: loop.LoopState, sizes: dict[str, int]) -> Generation:
     )
 
 
-def _lifecycle(commit, state_dtype, impl):
+def _lifecycle(commit, **options):
     if not isinstance(commit, str):
         return commit
-    return commit_lib.by_name(commit, state_dtype=state_dtype, impl=impl)
+    return commit_lib.by_name(commit, **options)

@@ -5,12 +5,16 @@ accumulates in (4, or 8 in float64), L GDN layers, C = 2 Hk Dk + Hv Dv conv chan
 and n nodes verified (root and drafts):
 
     state      S = L Hv Dv Dk s
+    history    L (m (Hk Dk r + Hv Dv r + Hv f) + 4)   m records of r bytes a number, and
+               how many there are; fused: m = depth + 1, deferred: m = its horizon
     conv       L (W - 1) C a
     kv         attention layers * 2 * kv heads * head_dim * a, for each token
     records    what verification leaves until commit, for each node:
                  reconstruct  L (Hk Dk a + Hv Dv f + Hv f)    key, pseudo-value, decay
+                 fused, deferred   the same, and once S and 4 L: the state as it leaves
+                                   verification, in a functional program another array
                  store-all    S                               the state after the node
-                 both         L C a + kv                      raw conv row, KV
+                 all          L C a + kv                      raw conv row, KV
 
 All sizes are in bytes (1 MiB = 2**20), and are those of the arrays that
 `Generation.state_bytes` reports. Qwen3.5 configurations ask for float32 states;
@@ -27,9 +31,13 @@ from jax.typing import DTypeLike
 from treewy_jax import tree as tree_lib
 from treewy_jax import typing
 
-SCHEMES = ("store-all", "reconstruct")
+SCHEMES = ("store-all", "reconstruct", "fused", "deferred")
+DEFERRING = ("fused", "deferred")
+HORIZON = 16
+RECORD_DTYPE = "float32"
 STATE_DTYPES = ("bfloat16", "float32")
 ACTIVATION = "bfloat16"
+COUNT = 4  # bytes of an int32
 
 # Where a configuration keeps the sizes that are copied as they are.
 _ATTRIBUTES = {
@@ -147,6 +155,20 @@ def state_bytes(shape: Shape, dtype: DTypeLike) -> int:
     return shape.gdn_layers * elements * _size("dtype", dtype)
 
 
+def history_bytes(shape: Shape, records: int, dtype: DTypeLike = RECORD_DTYPE) -> int:
+    """Return a history with room for so many records, in bytes a sequence.
+
+    A record holds a key, a pseudo-value and, in float32 or more, a log decay of each
+    layer; how many there are is an int32 of each layer.
+    """
+    _check_count("records", records)
+    size = _size("record_dtype", dtype)
+    decay = max(size, 4)
+    record = shape.key_heads * shape.key_dim * size
+    record += shape.value_heads * (shape.value_dim * size + decay)
+    return shape.gdn_layers * (records * record + COUNT)
+
+
 def conv_bytes(shape: Shape, dtype: DTypeLike = ACTIVATION) -> int:
     """Return the conv windows of all layers: L (W - 1) C a bytes a sequence."""
     return (shape.conv_width - 1) * _conv_row_bytes(shape, dtype)
@@ -179,12 +201,15 @@ def record_bytes(
         ValueError: unknown scheme, negative n, or a dtype that is no float.
     """
     _check_count("n", n)
+    written = 0
     if _scheme(scheme) == "store-all":
         recurrent = state_bytes(shape, state_dtype)
     else:
         recurrent = _factor_bytes(shape, state_dtype, activation_dtype)
+    if _scheme(scheme) in DEFERRING:
+        written = state_bytes(shape, state_dtype) + shape.gdn_layers * COUNT
     rows = _conv_row_bytes(shape, activation_dtype)
-    return n * (recurrent + rows + kv_bytes(shape, 1, activation_dtype))
+    return written + n * (recurrent + rows + kv_bytes(shape, 1, activation_dtype))
 
 
 def blocks(tree: tree_lib.DraftTree | Sequence[int], scheme: str) -> Blocks:
@@ -196,10 +221,14 @@ def blocks(tree: tree_lib.DraftTree | Sequence[int], scheme: str) -> Blocks:
     Blocks(counted=40, allocated=41)
     >>> blocks((3, 3, 3), "reconstruct")
     Blocks(counted=1, allocated=1)
+    >>> blocks((3, 3, 3), "deferred")
+    Blocks(counted=1, allocated=2)
     """
     real, envelope = _nodes(tree)
     if _scheme(scheme) == "reconstruct":
         return Blocks(1, 1)
+    if _scheme(scheme) in DEFERRING:
+        return Blocks(counted=1, allocated=2)
     return Blocks(counted=real, allocated=envelope + 1)
 
 
@@ -211,25 +240,33 @@ def per_sequence(
     *,
     tokens: int = 0,
     activation_dtype: DTypeLike = ACTIVATION,
+    horizon: int = HORIZON,
+    record_dtype: DTypeLike = RECORD_DTYPE,
 ) -> dict[str, int]:
     """Return the bytes of every part of one sequence's decode state, as allocated.
 
     The parts are those of `Generation.state_bytes`, which adds up the batch.
 
     Args:
-        scheme: "reconstruct" or "store-all" (`-` and `_` are the same).
+        scheme: one of `SCHEMES` (`-` and `_` are the same).
         tree: a `DraftTree`, padding included, or widths.
         dtype: storage of the recurrent state.
         tokens: KV slots, used or not.
         activation_dtype: of the weights, hence of conv rows, keys and KV.
+        horizon: records that "deferred" has room for.
+        record_dtype: of the records of "fused" and "deferred".
     """
     n = _nodes(tree)[1]
     records = record_bytes(
         shape, n, scheme, state_dtype=dtype, activation_dtype=activation_dtype
     )
     drafts = n > 1  # the root alone needs no draft head
+    history = 0
+    if _scheme(scheme) in DEFERRING:
+        room = horizon if _scheme(scheme) == "deferred" else _depth(tree) + 1
+        history = history_bytes(shape, room, record_dtype)
     return {
-        "recurrent": state_bytes(shape, dtype),
+        "recurrent": state_bytes(shape, dtype) + history,
         "conv": conv_bytes(shape, activation_dtype),
         "kv": kv_bytes(shape, tokens, activation_dtype),
         "mtp_kv": drafts * mtp_kv_bytes(shape, tokens, activation_dtype),
@@ -292,6 +329,10 @@ def _nodes(tree) -> tuple[int, int]:
     if not isinstance(tree, tree_lib.DraftTree):
         tree = tree_lib.DraftTree.from_widths(tree)
     return int(tree.size.max()), tree.n_max
+
+
+def _depth(tree) -> int:
+    return tree.depth_max if isinstance(tree, tree_lib.DraftTree) else len(tree)
 
 
 def _scheme(scheme: str) -> str:

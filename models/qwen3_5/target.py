@@ -1,6 +1,7 @@
 """Qwen3.5 as the decode loop sees it: a `Target`, and a `DraftHead` beside it."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -40,7 +41,9 @@ class Qwen3_5Target:
         (windows, states), kv = kept
         spare = ((0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0), (0, 0))
         key, value = (jnp.pad(rows, spare) for rows in kv)
-        recurrent = jax.vmap(jax.vmap(self.lifecycle.init))(states)
+        key_heads = self.module.config.linear_num_key_heads
+        init = functools.partial(self.lifecycle.init, key_heads=key_heads)
+        recurrent = jax.vmap(jax.vmap(init))(states)
         return hidden, cache_lib.HybridCache(recurrent, windows, key, value, lengths)
 
     def verify(

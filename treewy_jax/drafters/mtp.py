@@ -100,6 +100,11 @@ class MTPDrafter:
             rank_max=rank_max,
         )
 
+    @property
+    def depth_max(self) -> int:
+        """Depth of the tree: nodes of each level but the last are run."""
+        return len(self.levels)
+
     def bind(self, target: Any) -> "BoundMTPDrafter":
         """Return the drafter joined to the target's head."""
         return BoundMTPDrafter(self, target.draft_head)
@@ -149,7 +154,7 @@ class BoundMTPDrafter:
             tokens=tokens,
             parent=plan.parent,
             size=jnp.broadcast_to(plan.size, (batch,)),
-            depth_max=len(plan.levels),
+            depth_max=plan.depth_max,
         )
         return tree, state._replace(tokens=tokens)
 

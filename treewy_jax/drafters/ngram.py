@@ -40,6 +40,11 @@ class NgramDrafter:
             if value < 1:
                 raise ValueError(f"{field.name}={value}: must be 1 or more")
 
+    @property
+    def depth_max(self) -> int:
+        """Tokens of a chain."""
+        return self.depth
+
     def bind(self, target):
         return self
 

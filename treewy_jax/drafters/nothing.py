@@ -8,6 +8,8 @@ from treewy_jax import tree as tree_lib
 class NoDrafter:
     """Proposes the root and nothing below it: plain decoding through the same step."""
 
+    depth_max = 0
+
     def bind(self, target):
         return self
 

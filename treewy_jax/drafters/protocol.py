@@ -15,6 +15,11 @@ class Drafter(Protocol):
     Another one of the same shapes needs no new compilation.
     """
 
+    @property
+    def depth_max(self) -> int:
+        """Depth of the deepest tree that it proposes; static."""
+        ...
+
     def bind(self, target: Any) -> "BoundDrafter":
         """Return the drafter joined to the target; called inside `jit`."""
         ...

@@ -39,6 +39,11 @@ class ScriptedDrafter:
     goals: Int[Array, "B G"]
     vocab_size: int = pytree.static()
 
+    @property
+    def depth_max(self) -> int:
+        """Depth of the tree."""
+        return self.tree.depth_max
+
     def bind(self, target):
         return self
 

@@ -1,0 +1,132 @@
+"""Lifecycles that write the state later than a path is accepted: fused and deferred.
+
+Their state is a `treewy_jax.history.History`: S, and the records that it lacks.
+`verify` decides on the device which rows fold them into S, in the pass that verifies.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from treewy_jax import history as history_lib
+from treewy_jax import lifecycle
+
+
+class Written(NamedTuple):
+    """Records of the lifecycles with a history.
+
+    Attributes:
+        state: S; of rows that folded, with their history in it.
+        count: records that are still not in S.
+        k, pseudo_values, log_decay: of the nodes.
+    """
+
+    state: Float[Array, "B Hv Dv Dk"]
+    count: Int[Array, " B"]
+    k: Float[Array, "B n Hk Dk"]
+    pseudo_values: Float[Array, "B n Hv Dv"]
+    log_decay: Float[Array, "B n Hv"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Deferring(lifecycle.Options):
+    """What lifecycles that write S later have in common; their state is a History.
+
+    Attributes:
+        record_dtype: storage of committed keys and pseudo-values.
+    """
+
+    record_dtype: str = "float32"
+
+    def __post_init__(self):
+        super().__post_init__()
+        lifecycle.check_dtype("record_dtype", self.record_dtype)
+
+    def init(self, state, key_heads=None) -> history_lib.History:
+        if key_heads is None:
+            raise ValueError("key_heads is None; the key heads of the layer are needed")
+        state = state.astype(self.state_dtype)
+        return history_lib.empty(state, key_heads, self.horizon, self.record_dtype)
+
+    def verify(self, state, inputs, tree):
+        self.check(tree.depth_max)
+        verified, history = history_lib.verify(
+            *inputs,
+            state,
+            self.folds(state.count, tree.depth_max),
+            tree,
+            impl=history_lib.IMPLEMENTATIONS.nearest(self.impl),
+            precision=self.precision,
+        )
+        records = (inputs.k, verified.pseudo_values, verified.log_decay)
+        return verified.output, Written(history.state, history.count, *records)
+
+    def commit(self, state, records, accepted):
+        history = dataclasses.replace(state, state=records.state, count=records.count)
+        return history_lib.append(history, *records[2:], accepted.path, accepted.count)
+
+    def materialize(self, state):
+        return history_lib.fold(state, impl=self.impl)
+
+    def nbytes(self, state) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(_Deferring):
+    """Fold the path accepted last into S while the next tree is verified.
+
+    Attributes:
+        depth: of the deepest tree.
+    """
+
+    depth: int = 3
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.depth < 0:
+            raise ValueError(f"depth is {self.depth}; 0 or more is allowed")
+
+    @property
+    def horizon(self) -> int:
+        """Records of a row: one path."""
+        return self.depth + 1
+
+    def check(self, depth: int) -> None:
+        if depth > self.depth:
+            raise ValueError(f"depth is {self.depth}; this tree needs {depth} or more")
+
+    def folds(self, count, depth):
+        """Tell which rows fold: those that accepted a path."""
+        del depth
+        return count > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferred(_Deferring):
+    """Keep accepted records beside S, and fold them when they would overflow.
+
+    Attributes:
+        horizon: records that a row has room for; more means fewer writes of S and a
+            longer history to read.
+    """
+
+    horizon: int = 16
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.horizon < 1:
+            raise ValueError(f"horizon is {self.horizon}; 1 or more is allowed")
+
+    def check(self, depth: int) -> None:
+        if depth + 1 > self.horizon:
+            raise ValueError(
+                f"horizon is {self.horizon}; a path of this tree has up to {depth + 1} "
+                f"nodes, so {depth + 1} or more is allowed"
+            )
+
+    def folds(self, count, depth):
+        """Tell which rows fold: where a path more might not fit."""
+        return count + depth + 1 > self.horizon
