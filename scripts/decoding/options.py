@@ -42,7 +42,12 @@ class Options:
     raw: bool = False
     """Continue the prompt as plain text, without the chat format."""
     commit: str = "reconstruct"
-    """reconstruct rebuilds the accepted state; store-all keeps one for every node."""
+    """reconstruct rebuilds the accepted state; store-all keeps one for every node;
+    fused writes it while it verifies the next tree; deferred every few steps only."""
+    horizon: int = 16
+    """Accepted tokens that deferred keeps beside a state at most."""
+    record_dtype: Dtype = "float32"
+    """Storage of accepted keys and pseudo-values in fused and deferred."""
     max_new_tokens: int = 128
     """Tokens to write at most, for each prompt."""
     temperature: float = 0.0

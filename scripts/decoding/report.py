@@ -95,11 +95,11 @@ def _memory(found, asked, options) -> table.Table:
     schemes = result.state_bytes(found.generation, asked, options.commit)
     used = options.commit.replace("_", "-")
     shown = table.Table(box=None, pad_edge=False, header_style="bold")
-    shown.add_column(f"decode state, {asked.tree.n_max} nodes", min_width=34)
+    shown.add_column(f"decode state, {asked.tree.n_max} nodes")
     for scheme in schemes:
         how = "as allocated" if scheme == used else "computed"
-        shown.add_column(f"{scheme}\n{how}", justify="right", min_width=14)
-    kinds = {"recurrent": asked.state_dtype, "records": "of the nodes, until commit"}
+        shown.add_column(f"{scheme}\n{how}", justify="right", min_width=12)
+    kinds = {"recurrent": asked.state_dtype, "records": "until commit"}
     for part in found.generation.state_bytes:
         note = kinds.get(part, asked.dtype)
         sizes = [size(parts[part]) for parts in schemes.values()]
@@ -108,7 +108,7 @@ def _memory(found, asked, options) -> table.Table:
     shown.add_row("  total", *totals, style="bold")
     held = [memory.blocks(asked.tree, scheme) for scheme in schemes]
     numbers = [str(blocks.allocated) for blocks in held]
-    shown.add_row("  whole states, a layer and prompt", *numbers)
+    shown.add_row("  states a layer, prompt", *numbers)
     return shown
 
 

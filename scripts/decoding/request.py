@@ -5,11 +5,12 @@ import sys
 from typing import Any
 
 import models
+from pallas_kernels.history_verify import spec as history_specs
 from pallas_kernels.tree_verify import spec as specs
 from scripts.decoding import options as options_lib
 from scripts.decoding import prompt
 from treewy_jax import commit as commit_lib
-from treewy_jax import drafters, sampling, verify
+from treewy_jax import drafters, history, sampling, verify
 from treewy_jax import generate as generation_lib
 from treewy_jax import prompts as prompts_lib
 from treewy_jax import tree as tree_lib
@@ -23,6 +24,7 @@ class Request:
         tree: topology of what is verified each step.
         dtype: of weights and activations.
         state_dtype: storage of the recurrent states.
+        horizon, record_dtype: of histories, where the lifecycle keeps one.
         verify: one line, which implementation of verify runs and why no faster one.
     """
 
@@ -34,6 +36,8 @@ class Request:
     sampling: sampling.Sampling
     dtype: str
     state_dtype: str
+    horizon: int
+    record_dtype: str
     verify: str
 
 
@@ -47,7 +51,7 @@ def prepare(options: options_lib.Options) -> Request:
     chosen = sampling.Sampling(options.temperature, options.top_k, options.top_p)
     widths = tree_lib.parse_widths(options.tree, options.n_max)
     tree_lib.DraftTree.from_widths(widths, n_max=options.n_max)
-    commit_lib.by_name(options.commit)
+    _lifecycle(options, len(widths))
     texts = prompt.texts(options)
     if options.stream and texts and len(texts) > 1:
         raise ValueError(f"--stream: {len(texts)} prompts came; one is allowed")
@@ -63,11 +67,8 @@ def prepare(options: options_lib.Options) -> Request:
     tree, drafter = _draft(widths, options, config)
     state_dtype = options.state_dtype or config.mamba_ssm_dtype
     impl = options.impl.replace("-", "_")
-    lifecycle = commit_lib.by_name(options.commit, state_dtype=state_dtype, impl=impl)
+    lifecycle = _lifecycle(options, tree.depth_max, state_dtype=state_dtype, impl=impl)
     spec = _spec(config, tree, len(prompts), options.dtype, state_dtype)
-    explained = verify.explain(spec, impl)
-    if isinstance(lifecycle, commit_lib.StoreAll):
-        explained = "store-all runs the recurrence over the tree; verify is not used"
     return Request(
         model=model,
         prompts=prompts,
@@ -77,8 +78,37 @@ def prepare(options: options_lib.Options) -> Request:
         sampling=chosen,
         dtype=options.dtype,
         state_dtype=state_dtype,
-        verify=explained,
+        horizon=options.horizon,
+        record_dtype=options.record_dtype,
+        verify=_explain(spec, lifecycle),
     )
+
+
+def _lifecycle(options, depth, **more) -> commit_lib.Lifecycle:
+    """Return the lifecycle by name, which has to take trees of this depth."""
+    lifecycle = commit_lib.by_name(
+        options.commit,
+        depth=depth,
+        horizon=options.horizon,
+        record_dtype=options.record_dtype,
+        **more,
+    )
+    lifecycle.check(depth)
+    return lifecycle
+
+
+def _explain(spec, lifecycle) -> str:
+    """Return one line: which implementation verifies, and why no faster one."""
+    if isinstance(lifecycle, commit_lib.StoreAll):
+        return "store-all runs the recurrence over the tree; verify is not used"
+    explained = verify.explain(spec, lifecycle.impl)
+    if isinstance(lifecycle, commit_lib.Reconstruct):
+        return explained
+    behind = history_specs.extend(
+        spec, horizon=lifecycle.horizon, record_dtype=lifecycle.record_dtype
+    )
+    table = history.IMPLEMENTATIONS
+    return table.explain(behind, table.nearest(lifecycle.impl))
 
 
 def _draft(widths, options, config) -> tuple[tree_lib.DraftTree, drafters.Drafter]:

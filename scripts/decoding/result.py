@@ -68,8 +68,8 @@ def state_bytes(
 ) -> dict[str, dict[str, int]]:
     """Return the bytes of each part of the decode state, scheme by scheme.
 
-    Those of the scheme in use are as allocated; another one's differ in the records,
-    which are computed.
+    Those of the scheme in use are as allocated; another one's differ in the states and
+    the records, which are computed.
     """
     shape = memory.Shape.from_config(asked.model.config)
     used, parts = commit.replace("_", "-"), generation.state_bytes
@@ -77,12 +77,16 @@ def state_bytes(
     for scheme in memory.SCHEMES:
         if scheme == used:
             continue
-        records = memory.record_bytes(
+        computed = memory.per_sequence(
             shape,
-            asked.tree.n_max,
             scheme,
-            state_dtype=asked.state_dtype,
+            asked.tree,
+            asked.state_dtype,
             activation_dtype=asked.dtype,
+            horizon=max(asked.horizon, asked.tree.depth_max + 1),
+            record_dtype=asked.record_dtype,
         )
-        schemes[scheme] = parts | {"records": len(asked.prompts) * records}
+        differing = ("recurrent", "records")
+        sizes = {name: len(asked.prompts) * computed[name] for name in differing}
+        schemes[scheme] = parts | sizes
     return schemes

@@ -1,12 +1,14 @@
 """The hybrid cache: every part moves along the accepted path, or not at all."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.treewy_jax import strategies
-from treewy_jax import accept, cache, commit
+from treewy_jax import accept, cache, commit, deferred
 from treewy_jax import tree as tree_lib
 
 BLOCKS, LAYERS, BATCH, SLOTS, CHANNELS, WINDOW = 2, 3, 4, 10, 5, 3
@@ -49,8 +51,12 @@ def layer_inputs():
 
 def make(name):
     """Return the lifecycle, a cache with NaN in unused slots, records, and cases."""
-    owner = commit.by_name(name)
+    owner = commit.by_name(
+        name, depth=tree_lib.DraftTree.from_parents(PARENTS).depth_max
+    )
     cases, inputs, state, tree = layer_inputs()
+    begin = functools.partial(owner.init, key_heads=strategies.KEY_HEADS)
+    state = jax.vmap(jax.vmap(begin))(state)
     verify = lambda state, inputs: owner.verify(state, inputs, tree)[1]  # noqa: E731
     recurrent = jax.jit(jax.vmap(jax.vmap(verify)))(state, inputs)
     unused = jnp.arange(SLOTS) >= jnp.asarray(LENGTHS)[:, None]
@@ -73,18 +79,44 @@ def advance(owner, before, records, accepted):
 
 def of_row(whole, row):
     """Return one row's part of a cache, as bytes."""
-    axes = (2, 2, 1, 1, 0)
-    leaves = jax.tree.leaves(whole)
+    parts = [(whole.recurrent, 2), (whole.window, 2), (whole.key, 1)]
+    parts += [(whole.value, 1), (whole.length, 0)]
     return [
-        np.take(np.asarray(leaf), row, axis).tobytes()
-        for leaf, axis in zip(leaves, axes, strict=True)
+        [np.take(np.asarray(x), row, axis).tobytes() for x in jax.tree.leaves(part)]
+        for part, axis in parts
     ]
+
+
+def states(owner, whole):
+    """Return the plain states of all layers and rows."""
+    return np.asarray(jax.vmap(jax.vmap(owner.materialize))(whole.recurrent))
+
+
+def spoiled(records, value, row=slice(None)):
+    """Put a value into what rows' records say of nodes, not into a state there."""
+
+    def spoil(x):
+        return x.at[:, :, row].set(value)
+
+    if isinstance(records, deferred.Written):
+        return deferred.Written(*records[:2], *jax.tree.map(spoil, records[2:]))
+    return jax.tree.map(spoil, records)
+
+
+def poisoned(records, value):
+    return cache.Records(
+        recurrent=spoiled(records.recurrent, value),
+        rows=jnp.full_like(records.rows, value),
+        key=jnp.full_like(records.key, value),
+        value=jnp.full_like(records.value, value),
+    )
 
 
 @over_lifecycles
 def test_every_part_follows_its_own_path(name):
     owner, before, records, cases = make(name)
     after = advance(owner, before, records, taken())
+    held = states(owner, after)
     before, records, after = jax.tree.map(np.asarray, (before, records, after))
     for b, path in enumerate(PATHS):
         assert int(after.length[b]) == LENGTHS[b] + len(path)
@@ -95,7 +127,7 @@ def test_every_part_follows_its_own_path(name):
             expected = cases[layer][b].state
             if path:
                 expected = strategies.oracle(cases[layer][b])[1][path[-1]]
-            assert strategies.relative(after.recurrent[place], expected) < 1e-6
+            assert strategies.relative(held[place], expected) < 1e-6
         for part in ("key", "value"):
             expected = getattr(before, part)[:, b].copy()
             room = SLOTS - LENGTHS[b]
@@ -108,7 +140,7 @@ def test_every_part_follows_its_own_path(name):
 def test_a_row_without_a_step_keeps_every_bit(name):
     """Whatever its records hold; with no step at all nothing changes anywhere."""
     owner, before, records, _ = make(name)
-    poison = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.inf), records)
+    poison = poisoned(records, jnp.inf)
     after = advance(owner, before, poison, taken())
     assert of_row(after, 0) == of_row(before, 0)
     for moved in (1, 2, 3):
@@ -126,7 +158,7 @@ def test_rows_do_not_meet(name):
     owner, before, records, _ = make(name)
     clean = advance(owner, before, records, taken())
     records = cache.Records(
-        recurrent=jax.tree.map(lambda x: x.at[:, :, 2].set(jnp.nan), records.recurrent),
+        recurrent=spoiled(records.recurrent, jnp.nan, 2),
         rows=records.rows.at[:, :, 2].set(jnp.nan),
         key=records.key.at[:, 2].set(jnp.nan),
         value=records.value.at[:, 2].set(jnp.nan),
@@ -134,7 +166,22 @@ def test_rows_do_not_meet(name):
     dirty = advance(owner, before, records, taken())
     for row in (0, 1, 3):
         assert of_row(dirty, row) == of_row(clean, row)
-    assert np.all(np.isnan(dirty.recurrent[:, :, 2]))
+    assert np.all(np.isnan(states(owner, dirty)[:, :, 2]))
+
+
+@over_lifecycles
+def test_rows_move_and_are_freed_with_all_they_have(name):
+    owner, before, records, _ = make(name)
+    after = advance(owner, before, records, taken())
+    moved = cache.take_rows(after, jnp.asarray([3, 0, 0]))
+    assert of_row(moved, 0) == of_row(after, 3)
+    assert of_row(moved, 1) == of_row(moved, 2) == of_row(after, 0)
+    freed = cache.clear_rows(after, jnp.asarray([False, True, False, True]))
+    for row in (0, 2):
+        assert of_row(freed, row) == of_row(after, row)
+    assert not np.any(states(owner, freed)[:, :, 1])
+    for part in of_row(freed, 3):
+        assert not any(any(leaf) for leaf in part)
 
 
 def test_bytes_are_those_of_the_arrays():

@@ -70,6 +70,15 @@ def test_conv_and_kv_of_published_sizes(name, conv_mib, kv_gib):
     )
 
 
+def test_history_of_a_published_size():
+    """A record of a layer of 35B: 24.1 KiB in float32, 12.1 in bfloat16."""
+    shape = shape_of("qwen3.5-35b-a3b")
+    one = 16 * 128 * 4 + 32 * (128 + 1) * 4
+    assert memory.history_bytes(shape, 16) == 30 * (16 * one + 4)
+    half = 16 * 128 * 2 + 32 * (128 * 2 + 4)
+    assert memory.history_bytes(shape, 16, "bfloat16") == 30 * (16 * half + 4)
+
+
 @pytest.mark.parametrize(
     ("widths", "counted"), [((1, 1, 1), 4), ((2, 2, 2), 15), ((3, 3, 3), 40), ((), 1)]
 )
@@ -84,7 +93,7 @@ def test_blocks(widths, counted):
 def test_table_of_the_paper():
     shapes = {name: shape_of(name) for name in ("qwen3.5-35b-a3b", "qwen3.5-397b-a17b")}
     rows = memory.table(shapes, [(1, 1, 1), (3, 3, 3)])
-    assert len(rows) == 2 * 2 * 2 * 2
+    assert len(rows) == 2 * 2 * 2 * 4
     found = {(r.model[8:11], r.state_dtype, r.nodes, r.scheme): r for r in rows}
     # A chain of three drafts on 397B holds 4 x 90 MiB, and a (3, 3, 3) tree 40 x 90.
     chain = found["397", "bfloat16", 4, "store-all"]
@@ -96,8 +105,14 @@ def test_table_of_the_paper():
             assert row.counted == row.allocated == chain_state(row)
         shape = shapes[row.model]
         per_node = memory.record_bytes(shape, 1, state_dtype=row.state_dtype)
-        expected = {"reconstruct": per_node, "store-all": rows_and_kv(shape)}
-        assert row.records == row.nodes * expected[row.scheme]
+        expected = row.nodes * per_node
+        if row.scheme == "store-all":
+            expected = row.nodes * rows_and_kv(shape)
+        if row.scheme in memory.DEFERRING:  # and a history, and its count once more
+            assert row.allocated == 2 * chain_state(row)
+            room = 4 if row.scheme == "fused" else 16
+            expected += memory.history_bytes(shape, room) + 4 * shape.gdn_layers
+        assert row.records == expected
 
 
 def chain_state(row):
@@ -164,7 +179,7 @@ def test_generation_reports_the_arrays_allocated(scheme, monkeypatch):
     )
     expected = formula(model.config, scheme, (1, 1, 1), "float32", "float32")
     assert generation.state_bytes == expected
-    lifecycle = commit.by_name(scheme, state_dtype="float32")
+    lifecycle = commit.by_name(scheme, state_dtype="float32", depth=3)
     state = finished[-1]
 
     def verify(params, cache, tree):
@@ -172,8 +187,10 @@ def test_generation_reports_the_arrays_allocated(scheme, monkeypatch):
 
     records = jax.jit(verify)(model.params, state.cache, state.tree)
     assert parts_of(state.cache, state.draft, records) == expected
-    states = held(state.cache.recurrent)
+    deferring = scheme in memory.DEFERRING
+    states = held(state.cache.recurrent.state if deferring else state.cache.recurrent)
     states += held(records.recurrent) if scheme == "store-all" else 0
+    states += held(records.recurrent.state) if deferring else 0
     one = memory.state_bytes(memory.Shape.from_config(model.config), "float32")
     assert states == 2 * memory.blocks((1, 1, 1), scheme).allocated * one
 
@@ -185,7 +202,8 @@ def test_generation_reports_the_arrays_allocated(scheme, monkeypatch):
 def test_formula_is_the_size_of_the_loop_state(scheme, widths, state_dtype, dtype):
     """For every mix of dtypes, by the shapes that the loop traces; nothing runs."""
     model = dense(dtype)
-    build = model.builder(commit.by_name(scheme, state_dtype=state_dtype))
+    lifecycle = commit.by_name(scheme, state_dtype=state_dtype, depth=len(widths))
+    build = model.builder(lifecycle)
     drafter = generate.default_drafter(widths, model.config)
 
     def first_step(params, tokens, lengths, rules):
@@ -227,7 +245,9 @@ def test_records_of_a_published_layer(scheme, activation, double):
     lifecycle = commit.by_name(scheme, impl="reference")
     inputs = commit.Inputs(keys, keys, values, gates, gates)
     _, records = jax.eval_shape(
-        lambda s, i: lifecycle.verify(s, i, tree), state, inputs
+        lambda s, i: lifecycle.verify(lifecycle.init(s, shape.key_heads), i, tree),
+        state,
+        inputs,
     )
     recurrent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(records))
     rows = memory.conv_bytes(shape, activation) // (shape.conv_width - 1)
