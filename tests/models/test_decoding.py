@@ -32,10 +32,14 @@ def envelope(widths):
     return tree_lib.DraftTree.from_parents(parents, n_max=N_MAX, depth_max=DEPTH_MAX)
 
 
+def owner(lifecycle):
+    return commit.by_name(lifecycle, depth=DEPTH_MAX)
+
+
 def decode(variant, rows, drafter, budget=ROOM, eos=(), lifecycle="reconstruct"):
     """Run the loop to its end; every call of a batch size has the same shapes."""
     model = golden.model(variant)
-    build = model.builder(commit.by_name(lifecycle))
+    build = model.builder(owner(lifecycle))
     tokens = jnp.concatenate([golden.padded(ids)[0] for ids in rows])
     lengths = jnp.asarray([len(ids) for ids in rows], jnp.int32)
     # One id at least, so that the shape stays: -1 is no token.
@@ -92,12 +96,13 @@ def plain_states(variant, ids):
     return prefill(variant)(*golden.padded(list(ids)), CAPACITY)[1]
 
 
-def assert_covers(state, row, variant, ids):
+def assert_covers(state, row, variant, ids, lifecycle="reconstruct"):
     """The row's state is that of plain decoding after `ids`."""
     expected = plain_states(variant, tuple(ids))
     assert int(state.cache.length[row]) == len(ids)
+    plain = jax.vmap(jax.vmap(owner(lifecycle).materialize))
     for got, want in (
-        (state.cache.recurrent, expected.recurrent),
+        (plain(state.cache.recurrent), expected.recurrent),
         (state.cache.window, expected.window),
     ):
         np.testing.assert_allclose(
@@ -135,7 +140,7 @@ def test_every_accept_length_and_child(variant, lifecycle, name):
         whole = taken[:-1] if state.cut[row] else taken
         wanted = itertools.cycle(depth[goals[row]] + 1)
         assert whole == list(itertools.islice(wanted, len(whole)))
-    assert_covers(state, 0, variant, prompt + text[:-1])
+    assert_covers(state, 0, variant, prompt + text[:-1], lifecycle)
 
 
 @pytest.mark.parametrize("tree", ["1,1,1", "3,3,3"])
@@ -161,7 +166,7 @@ def test_end_of_text_at_every_offset_of_the_window(variant, lifecycle):
         state = decode(variant, [prompt] * 4, drafter, eos=eos, lifecycle=lifecycle)
         assert emitted(state, 0) == text[: place + 1]
         assert bool(state.done[0])
-        assert_covers(state, 0, variant, prompt + text[:place])
+        assert_covers(state, 0, variant, prompt + text[:place], lifecycle)
         offsets.add((place - 1) % 4)
     assert offsets == {0, 1, 2, 3}
 
@@ -177,7 +182,7 @@ def test_budgets_from_one_to_more_than_a_window(variant, lifecycle):
         state = decode(variant, rows, drafter, budget=budgets, lifecycle=lifecycle)
         for row, budget in enumerate(budgets):
             assert emitted(state, row) == text[:budget]
-            assert_covers(state, row, variant, prompt + text[: budget - 1])
+            assert_covers(state, row, variant, prompt + text[: budget - 1], lifecycle)
 
 
 @pytest.mark.parametrize("variant", golden.VARIANTS)
@@ -195,7 +200,7 @@ def test_ragged_batch(variant, lifecycle):
     for row, budget in enumerate((48, 40, 44, 9)):
         expected = emitted(alone, row)[:budget]
         assert emitted(state, row) == expected
-        assert_covers(state, row, variant, rows[row] + expected[:-1])
+        assert_covers(state, row, variant, rows[row] + expected[:-1], lifecycle)
 
 
 def test_one_step_function_and_no_recompilation(monkeypatch):
@@ -272,6 +277,7 @@ def test_sampled_text_does_not_depend_on_the_tree_or_the_batch():
         (dict(tree="3,,3"), "3,,3"),
         (dict(tree="8,8"), "64"),
         (dict(commit="never"), "commit='never': allowed are reconstruct, store-all"),
+        (dict(commit=commit.by_name("deferred", horizon=3)), "horizon is 3"),
         (dict(impl="magic"), "impl is 'magic'"),
         (dict(state_dtype="int8"), "state_dtype='int8'"),
     ],
