@@ -7,7 +7,8 @@
 | build a tree                          | `DraftTree.from_widths((3, 3, 3))`           |
 | the oracle                            | `recurrent_tree(...)`, `recurrence`          |
 | the loop, one step of it              | `loop.run`, `loop.step`                      |
-| what is kept until commit             | `commit` (lifecycles), `cache`               |
+| what is kept until commit             | `lifecycle`, `commit`, `deferred`, `cache`   |
+| verify behind a short history         | `history`                                    |
 | bytes by formula                      | `memory`                                     |
 """
 
