@@ -71,9 +71,14 @@ def test_recorded_inputs_lead_to_the_states_of_the_model():
     assert shapes == [(6, 48, 1, 128)] * 2 + [(6, 48, 2, 128)] + [(6, 48, 2)] * 2
     model = models.load("tiny", dtype="float32")
     (text,) = streams.texts(model, 1, 48)
-    target = model.builder(commit.Reconstruct())(model.params)
-    cache = target.prefill(jnp.asarray(text)[None], jnp.array([48]), 48)[1]
-    expected = np.asarray(cache.recurrent).reshape(6, 4, 128, 128)[:, :2]
+    builder = model.builder(commit.Reconstruct())
+
+    @jax.jit
+    def prefill(params, tokens):
+        return builder(params).prefill(tokens, jnp.array([48]), 48)[1].recurrent
+
+    found = prefill(model.params, jnp.asarray(text)[None])
+    expected = np.asarray(found).reshape(6, 4, 128, 128)[:, :2]
     (found,) = replay.sequential(recorded.inputs, np.array([48]), "float32")
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
@@ -109,8 +114,8 @@ def test_a_rounded_state_drifts_where_it_hardly_decays():
     wide = streams.synthetic(TOKENS, 1, 48, seed=1)
     rows = measure(wide, commit.Reconstruct(state_dtype="bfloat16"), "bfloat16")
     marks = {row.name: row.mark for row in rows}
-    assert marks["decay: none to speak of"] == "drifts"
-    assert marks["decay: strong"] == "inexact"
+    assert marks["no decay"] == "drifts"
+    assert marks["strong decay"] == "inexact"
 
 
 class Halved(deferred.Deferred):
@@ -143,8 +148,8 @@ class Late(deferred.Deferred):
 def test_broken_twins_are_marked(drawn, twin):
     rows = measure(drawn, twin(impl="reference"))
     # A strong decay forgets mistakes before the next checkpoint.
-    lasting = [row for row in rows if row.name != "decay: strong"]
-    assert len(lasting) == 3 and all(row.mark for row in lasting)
+    lasting = [row for row in rows if row.name != "strong decay"]
+    assert len(lasting) == 4 and all(row.mark for row in lasting)
     assert min(row.ratio for row in lasting) > 50
 
 
@@ -191,18 +196,16 @@ def test_writes_rows_and_plot(tmp_path, capsys):
     paths = ["--json", str(files[0]), "--plot", str(files[1])]
     assert bench_drift.main([*SMALL, *ONE, "--quick", *paths]) == 0
     out, err = capsys.readouterr()
-    assert "none to speak of" in out and "times the error of sequential float32" in out
+    assert "no decay" in out and "times the error of sequential float32" in out
     result = json.loads(files[0].read_text())
     assert result["options"]["json"] == "drift.json"
     assert result["tokens"] == [16, 32, 48, 64]
-    assert sorted(result["sequential_float32"]) == sorted(
-        f"decay: {name}" for name in streams.DECAYS
-    )
+    assert sorted(result["sequential_float32"]) == sorted(streams.GATES)
     assert [(row["record_dtype"], row["horizon"]) for row in result["rows"]] == (
-        [("float32", 8)] * 4 + [("bfloat16", 8)] * 4
+        [("float32", 8)] * 5 + [("bfloat16", 8)] * 5
     )
     assert all(len(row["error"]) == 4 for row in result["rows"])
-    assert {row["inexact"] for row in result["rows"][4:]} == {True}
+    assert {row["inexact"] for row in result["rows"][5:]} == {True}
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
