@@ -6,6 +6,7 @@ row that folds, the program also writes S_0 over the rows of S that it holds, re
 record as the commit kernel does; the others write nothing.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ def history_verify(
     to `fold` takes them in, that of others keeps its bits. Other records are not read.
     """
     platform, device_kind = device.target()
-    config = configs.choose(spec, platform, device_kind, config)
+    config = _choose(spec, platform, device_kind, config)
     interpret = platform == "cpu"
     tree_specs, value = tree_verify.block_specs(spec, config)
     tile, scalar = tree_specs[5], tree_specs[-1]
@@ -101,6 +102,17 @@ def history_verify(
         q, k, v, log_decay, beta, state, past_k, past_pseudo_values, past_log_decay,
         past_count, fold.astype(jnp.int32), ancestors, sizes, sweeps,
     )  # fmt: skip
+
+
+def _choose(spec, platform, device_kind, explicit):
+    """Return the configuration; one block a program where dots are exact.
+
+    Operands in three parts, kept from block to block, fill more than the shared memory.
+    """
+    config = configs.choose(spec, platform, device_kind, explicit)
+    if explicit is None and spec.precision == "high":
+        return dataclasses.replace(config, blocks=1)
+    return config
 
 
 class _Past(NamedTuple):

@@ -10,7 +10,10 @@ IMPLEMENTATION = {"cuda": "triton", "tpu": "mosaic_tpu"}
 
 # Leaves for one generation of GPU, by target and op: compiled as well. They bring
 # compilers of their own, which print no registers and refuse what does not fit.
-ALSO = {("H200", "tree_verify"): ("mosaic_gpu",)}
+ALSO = {
+    ("H200", "tree_verify"): ("mosaic_gpu",),
+    ("H200", "history_verify"): ("mosaic_gpu",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,26 @@ MAX_SPILL = {
         {"H200": 16, "B200": 0},
         "64 nodes, two heads, float32 state: 8; 340",
         newer={"H200": 352, "B200": 0},
+    ),
+    ("history_verify", "bfloat16 rows n<=16"): Bound(
+        {"H200": 16, "B200": 112},
+        "tree_verify, and the history's operands: 12, 108; 24, 20",
+        newer={"H200": 32, "B200": 32},
+    ),
+    ("history_verify", "bfloat16 rows n<=64"): Bound(
+        {"H200": 320, "B200": 208},
+        "as above with matrices of 64 rows, float32 state: 312, 204; 772, 208",
+        newer={"H200": 784, "B200": 208},
+    ),
+    ("history_verify", "float32 rows n<=16"): Bound(
+        {"H200": 624, "B200": 480},
+        "every operand in three parts: 612, 476; 36, 0",
+        newer={"H200": 48, "B200": 0},
+    ),
+    ("history_verify", "float32 rows n<=64"): Bound(
+        {"H200": 1264, "B200": 720},
+        "as above with matrices of 64 rows: 1252, 720; 1388, 496",
+        newer={"H200": 1392, "B200": 496},
     ),
 }
 NO_SPILL = Bound({"H200": 0, "B200": 0}, "fits in the registers")

@@ -160,8 +160,12 @@ def test_as_many_layers_as_fit_together():
 
 def test_kernels_that_only_chain_layers_are_not_counted(monkeypatch):
     cell = lifecycles.cell(group(), "reconstruct")
-    cell.layers, cell.bridges = 2, frozenset({"loop_add_fusion"})
-    kernels = [("tree_verify", 3.0), ("loop_add_fusion", 1.0), ("commit", 2.0)]
+    text = """
+  %loop_add_fusion.1 = f32[4]{0} fusion(%x), metadata={op_name="jit(run)/bridge/add"}
+  %commit.1 = f32[4]{0} custom-call(%x), metadata={op_name="jit(run)/jit(commit)"}
+"""
+    cell.layers, cell.bridges = 2, lifecycle_runs.bridges(text)
+    kernels = [("tree_verify", 3.0), ("loop_add_fusion_1", 1.0), ("commit", 2.0)]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing, "host_us", lambda *_: 120.0)
     monkeypatch.setattr(timing, "kernels", lambda *_: [kernels * 12])
