@@ -29,6 +29,7 @@ from treewy_jax import verify as verify_lib
 IMPLEMENTATIONS = implementations.Implementations(
     "history_verify",
     {
+        "mosaic_gpu": "pallas_kernels.history_verify.mosaic_gpu",
         "triton": "pallas_kernels.history_verify.triton",
         "mosaic_tpu": "pallas_kernels.history_verify.mosaic_tpu",
         "reference": "treewy_jax.history",

@@ -8,10 +8,12 @@ buffers with the next head's state and values.
 import functools
 import math
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import device
@@ -43,10 +45,15 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
     reason = specs.unsupported_dtype(spec)
     if reason is not None:
         return reason
-    found = plans.Plan(spec, plans.Config(plans.LINES)).shared_memory
-    if found > plans.SHARED_MEMORY:
-        return f"needs {found} bytes of shared memory; there are {plans.SHARED_MEMORY}"
-    return None
+    return too_large(plans.Plan(spec, plans.Config(plans.LINES)))
+
+
+def too_large(plan: plans.Plan) -> str | None:
+    """Return that a block has too little shared memory, or None."""
+    needed, most = plan.shared_memory, plans.SHARED_MEMORY
+    if needed <= most:
+        return None
+    return f"needs {needed} bytes of shared memory; there are {most}"
 
 
 def _is_hopper() -> bool:
@@ -73,24 +80,50 @@ def tree_verify(
     `ancestors` is true at [t, i] for i = t and for the ancestors i of t, `sweeps` the
     depth of each row's tree. Interpreted where the target is a CPU.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     from pallas_kernels.tree_verify import mosaic_gpu_kernel
 
     interpret = device.platform() == "cpu"
     plan = plans.Plan(spec, plans.choose(spec, config, interpret=interpret))
+    call = launcher(
+        plan, mosaic_gpu_kernel.Warpgroup, scratch(plan, interpret), interpret=interpret
+    )
+    arrays = (q, k, v, log_decay, beta, state, ancestors, sizes, sweeps)
+    return tuple(call(*arrays))
+
+
+def launcher(
+    plan: plans.Plan,
+    warpgroup: Any,
+    buffers: Mapping[str, Any],
+    *,
+    interpret: bool,
+    name: str = "tree_verify",
+) -> Callable[..., Any]:
+    """Return what runs the kernel with a class of warpgroups, on arrays and references.
+
+    It returns the outputs and the pseudo-values.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.tree_verify import mosaic_gpu_kernel
+
+    spec = plan.spec
+    shape = (spec.batch, spec.nodes, spec.value_heads, spec.value_dim)
+    body = functools.partial(
+        mosaic_gpu_kernel.kernel, plan=plan, interpret=interpret, warpgroup=warpgroup
+    )
     call = plgpu.kernel(
-        functools.partial(mosaic_gpu_kernel.kernel, plan=plan, interpret=interpret),
+        body,
         out_type=[
-            jax.ShapeDtypeStruct(v.shape, spec.output_dtype),
-            jax.ShapeDtypeStruct(v.shape, jnp.float32),
+            jax.ShapeDtypeStruct(shape, spec.output_dtype),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
         ],
-        scratch_types=_scratch(plan, interpret),
+        scratch_types=buffers,
         grid=(plan.blocks,),
         grid_names=("block",),
         num_threads=plan.warpgroups,
         thread_name="group",
-        kernel_name="tree_verify",
+        kernel_name=name,
         interpret=plgpu.InterpretGPUParams() if interpret else None,
         compiler_params=plgpu.CompilerParams(
             approx_math=spec.precision == "fast",
@@ -98,11 +131,25 @@ def tree_verify(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    arrays = (q, k, v, log_decay, beta, state, ancestors, sizes, sweeps)
-    return tuple(call(*arrays))
+
+    def run(*arrays):
+        with jax.enable_x64(False):
+            return call(*arrays)
+
+    return run
 
 
-def _scratch(plan: plans.Plan, interpret: bool) -> dict[str, Any]:
+def operand(shape: Sequence[int], dtype: DTypeLike, tiled: bool = True) -> Any:
+    """Return a buffer in shared memory, permuted for wgmma and the copy engine."""
+    from pallas_kernels.tree_verify.mosaic_gpu_steps import plgpu
+
+    row = math.gcd(128, shape[-1] * jnp.dtype(dtype).itemsize)
+    tile = (8, row // jnp.dtype(dtype).itemsize)
+    tiles = (plgpu.TilingTransform(tile),) if tiled else ()
+    return plgpu.SMEM(shape, dtype, transforms=(*tiles, plgpu.SwizzleTransform(row)))
+
+
+def scratch(plan: plans.Plan, interpret: bool) -> dict[str, Any]:
     """Return the buffers in shared memory and the barriers, by name.
 
     wgmma wants keys in tiles of 8 rows; a copy from an array whose n is no multiple of
@@ -111,14 +158,6 @@ def _scratch(plan: plans.Plan, interpret: bool) -> dict[str, Any]:
     """
     from pallas_kernels.tree_verify.mosaic_gpu_steps import plgpu
 
-    def operand(shape, dtype, tiled=True):
-        size = jnp.dtype(dtype).itemsize
-        row = math.gcd(128, shape[-1] * size)
-        tiles = (plgpu.TilingTransform((8, row // size)),) if tiled else ()
-        return plgpu.SMEM(
-            shape, dtype, transforms=(*tiles, plgpu.SwizzleTransform(row))
-        )
-
     def copied(shape, dtype):
         if interpret:
             return operand(shape, dtype)
@@ -126,7 +165,7 @@ def _scratch(plan: plans.Plan, interpret: bool) -> dict[str, Any]:
 
     heads, teams = plan.config.heads, plan.config.teams
     threads = plan.warpgroups
-    keys = (teams, plan.key_parts, plan.chunks, plan.wide + 64, plan.chunk)
+    keys = (teams, plan.key_parts, plan.chunks, plan.key_rows, plan.chunk)
     matrix = (teams, heads, plan.parts, plan.wide + 64, plan.deep)
     state = (threads, plans.LINES, plan.spec.key_dim)
     tile = (threads, plan.wide, plans.LINES)

@@ -38,6 +38,13 @@ class Arrays(NamedTuple):
     pseudo_values: Any
 
 
+class Row(NamedTuple):
+    """What is known of a row of the batch: nodes of its tree, and depth."""
+
+    size: Any
+    sweeps: Any
+
+
 class Place(NamedTuple):
     """Where a tile lies: row of the batch, first value head, line of Dv."""
 
@@ -51,7 +58,13 @@ class Copies:
 
     `buffers` are those of `mosaic_gpu`: a team has keys, matrices and barriers in
     common; rows of the state, values and vectors belong to a warpgroup.
+
+    An op that extends `tree_verify` subclasses this, and names its arrays and what else
+    a team has in common.
     """
+
+    arrays_type: Any = Arrays
+    team_buffers: tuple[str, ...] = TEAM_BUFFERS
 
     keys: Any  # [parts, chunks, rows of K and then of Q, chunk]
     keys_copy: Any
@@ -72,7 +85,7 @@ class Copies:
         me = lax.axis_index("group")
         self.team, self.group = lax.div(me, plan.groups), lax.rem(me, plan.groups)
         for name, buffer in buffers.items():
-            own = self.team if name in TEAM_BUFFERS else me
+            own = self.team if name in self.team_buffers else me
             # Some memory has a second name, for copies: see `mosaic_gpu`.
             two = buffer if name in plan.twice and not interpret else [buffer] * 2
             setattr(self, name, two[0].at[own])
@@ -87,6 +100,17 @@ class Copies:
             head=lax.rem(rest, plan.turns) * plan.config.heads,
             line=part * plan.config.block_v + self.group * plans.LINES,
         )
+
+    def fetch_row(self, tile):
+        """Read what has to be known of the row of a tile ahead: here nothing."""
+        del tile
+        return ()
+
+    def row(self, place, known):
+        """Return what is known of the row of a tile; `known` is of `fetch_row`."""
+        del known
+        arrays = self.arrays
+        return Row(arrays.sizes[place.row], arrays.sweeps[place.row])
 
     def fetch_keys(self, tile):
         """Start to copy keys and queries; the first warpgroup does it for its team."""
@@ -138,10 +162,28 @@ class Copies:
         found = []
         for turn in self._own_turns():
             at = head + lax.min(turn, self.plan.config.heads - 1)
-            sources = (self.arrays.log_decay, self.arrays.beta)
-            sources = [x.at[row, :, at] for x in sources]
-            found.append(steps.load_vectors(sources, interpret=self.interpret))
+            found.append(self._fetch_head_gates(row, at))
         return tuple(found)
+
+    def _fetch_head_gates(self, row, head):
+        sources = [
+            x.at[row, :, head] for x in (self.arrays.log_decay, self.arrays.beta)
+        ]
+        return steps.load_vectors(sources, interpret=self.interpret)
+
+    def load_records(self, place, row):
+        """Read what a team needs of a tile beside its tree: here nothing."""
+        del place, row
+        return ()
+
+    def fetch_head(self, tile, turn, row, known):
+        """Read what a head needs beside rows and values: here nothing.
+
+        `row` is that of the tile before where `turn` is 0; then `known` is that of
+        `fetch_row`.
+        """
+        del tile, turn, row, known
+        return ()
 
     def _own_turns(self):
         """Return which heads of a tile the warpgroup prepares for its team."""
@@ -235,6 +277,11 @@ class Copies:
                     source.at[here, columns],
                     array.at[place.row, nodes, place.head + turn, lines],
                 )
+
+    def finish(self):
+        """Wait until all that was sent has arrived."""
+        if self.plan.staged:
+            plgpu.wait_smem_to_gmem(0)
 
     def await_sent(self):
         """Wait until the copies to the outputs have read shared memory."""

@@ -21,25 +21,26 @@ SYSTEM, WEIGHTS = 0, 1  # the two matrices
 class Warpgroup(copies.Copies):
     """One warpgroup: how it solves its part of a head."""
 
-    def prepare(self, gates, bits, wait):
+    def prepare(self, gates, records, bits, row, wait):
         """Write -A and the weights [t, i] of every head, exp(c_t) and beta_t.
 
-        The warpgroups of a team share the heads out. All wait until the team is done
-        with what was prepared before.
+        `records` are those of `load_records`. The warpgroups of a team share the heads
+        out. All wait until the team is done with what was prepared before.
         """
         pl.when(wait)(lambda: plgpu.barrier_wait(self.matrix_free))
         heads = self.plan.config.heads
-        grams = self._grams()
+        grams = self._grams(records, row)
         for turn, own in zip(self._own_turns(), gates, strict=True):
+            prepare = functools.partial(self._prepare_head, turn, own, bits, grams, row)
             if heads % self.plan.groups == 0:
-                self._prepare_head(turn, own, bits, grams)
+                prepare()
             else:
-                prepare = functools.partial(self._prepare_head, turn, own, bits, grams)
                 pl.when(turn < heads)(prepare)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.matrix_here)
 
-    def _prepare_head(self, turn, gates, bits, grams):
+    def _prepare_head(self, turn, gates, bits, grams, row):
+        del row
         related, strict = (
             steps.unpack(x, (64, self.plan.wide), interpret=self.interpret)
             for x in bits
@@ -74,26 +75,44 @@ class Warpgroup(copies.Copies):
         # Between unrelated nodes the difference may be large, and is not used.
         return jnp.exp(high + low), sum(by_row), strength
 
-    def _grams(self):
+    def _grams(self, records, row):
         """Return the products of keys, and of queries, with keys."""
+        del records, row
+        wide, keys = self.plan.wide, functools.partial(self._keys, 0, self.plan.wide)
+        return self._multiply_keys([(0, keys, wide), (wide, keys, wide)])
+
+    def _multiply_keys(self, factors):
+        """Multiply 64 rows of [K; Q] with others, for each of the factors.
+
+        A factor is the first row, a function that returns a chunk of the others in
+        parts, and their number.
+        """
         lists = []
-        for which in (SYSTEM, WEIGHTS):
+        for first, others, _ in factors:
             pairs = []
             for chunk in range(self.plan.chunks):
-                left = self._keys(which * self.plan.wide, 64, chunk)
-                right = self._keys(0, self.plan.wide, chunk)
-                pairs += self._products(left, [x.transpose((1, 0)) for x in right])
+                right = [x.transpose((1, 0)) for x in others(chunk)]
+                pairs += self._products(self._keys(first, 64, chunk), right)
             lists.append(pairs)
-        shape = (64, self.plan.wide)
-        return steps.multiply_each(lists, shape, interpret=self.interpret)
+        shapes = [(64, count) for *_, count in factors]
+        return steps.multiply_each(lists, shapes, interpret=self.interpret)
 
     def _write_matrix(self, turn, which, x):
         for part, y in enumerate(self._split(x)):
             # The weights overwrite what the system leaves below its last row.
             self.matrix[turn, part, pl.ds(which * self.plan.wide, 64)] = self._pad(y)
 
-    def read_state(self):
+    def read_before(self, turn, found, row):
+        """Return what keys and queries read elsewhere: here nothing."""
+        del turn, found, row
+
+    def rewrite(self, place, turn, found, row):
+        """Write rows of the state, which `rows` holds: here nothing."""
+        del place, turn, found, row
+
+    def read_state(self, turn, before):
         """Return S [K; Q]^T."""
+        del turn, before
         plan = self.plan
         total, pairs = None, []
         for chunk in range(plan.chunks):
@@ -107,10 +126,10 @@ class Warpgroup(copies.Copies):
             total = self._multiply(self._products(rows, right), 2 * plan.wide, total)
         return self._multiply(pairs, 2 * plan.wide) if total is None else total
 
-    def solve(self, turn, read, values, size, sweeps):
+    def solve(self, turn, read, values, row):
         """Return U^T, where nodes are no padding, and what they read from the state."""
         wide = self.plan.wide
-        there = self._across(self._nodes() < size)
+        there = self._across(self._nodes() < row.size)
         from_state, strength = (
             self._across(self._column(self.shared.at[turn, i])) for i in range(2)
         )
@@ -118,7 +137,7 @@ class Warpgroup(copies.Copies):
         right = jnp.where(there, right, 0.0)
         solved = lax.fori_loop(
             0,
-            sweeps,
+            row.sweeps,
             lambda _, u: self._times(u, turn, SYSTEM, right),
             right,
         )
@@ -179,52 +198,57 @@ class Warpgroup(copies.Copies):
         return jnp.concatenate([x, zeros], axis=1)
 
 
-def kernel(*refs, plan, interpret, **buffers):
+def kernel(*refs, plan, interpret, warpgroup=Warpgroup, **buffers):
     """Take the team's tiles in turn, and the value heads of each.
 
-    While a head is solved, the next one's rows and values are on their way.
+    While a head is solved, the next one's rows and values are on their way. `warpgroup`
+    says what is done, in the order that this function gives.
     """
-    arrays = copies.Arrays(*refs)
-    group = Warpgroup(plan, interpret, arrays, buffers)
+    arrays = warpgroup.arrays_type(*refs)
+    group = warpgroup(plan, interpret, arrays, buffers)
     team = lax.axis_index("block") * plan.config.teams + group.team
     stride = plan.blocks * plan.config.teams
 
-    def one_tile(step, gates):
+    def one_tile(step, ahead):
+        gates, known, first = ahead
         tile = team + step * stride
         next_tile = jnp.where(tile + stride < plan.tiles, tile + stride, tile)
         place = group.place(tile)
-        size, sweeps = arrays.sizes[place.row], arrays.sweeps[place.row]
-        bits = group.load_ancestors(place)
+        row, known = group.row(place, known), group.fetch_row(next_tile)
+        bits, records = group.load_ancestors(place), group.load_records(place, row)
         group.await_keys(place, step)
-        group.prepare(gates, bits, step > 0)
+        group.prepare(gates, records, bits, row, step > 0)
         plgpu.barrier_wait(group.matrix_here)
         gates = group.fetch_gates(next_tile)
 
-        def one_head(turn, _):
+        def one_head(turn, found):
             last = turn == plan.config.heads - 1
             more = jnp.logical_not(last) | (next_tile > tile)
+            following = jnp.where(last, next_tile, tile), jnp.where(last, 0, turn + 1)
+            before = group.read_before(turn, found, row)
             plgpu.barrier_wait(group.rows_here)
-            read, values = group.read_state(), group.read_values(place, turn)
+            read = group.read_state(turn, before)
+            values = group.read_values(place, turn)
+            group.rewrite(place, turn, found, row)
             pl.when(last)(lambda: plgpu.barrier_arrive(group.keys_free))
             # A fence too: a barrier alone lets the copy engine overtake plain loads
             # of what it is about to overwrite, and then a value in a million is wrong.
             plgpu.commit_smem()
-            pl.when(more)(
-                lambda: group.fetch_rows(
-                    jnp.where(last, next_tile, tile), jnp.where(last, 0, turn + 1)
-                )
-            )
+            pl.when(more)(lambda: group.fetch_rows(*following))
+            # Only now: the fence waits for loads that are on their way.
+            found = group.fetch_head(*following, row, known)
             pl.when(last)(lambda: group.release_keys(more, next_tile))
-            solved, there, start = group.solve(turn, read, values, size, sweeps)
+            solved, there, start = group.solve(turn, read, values, row)
             group.await_sent()
             group.store("pseudo_values", solved, place, turn)
             seen = group.look(turn, solved, there, start)
             pl.when(last)(lambda: plgpu.barrier_arrive(group.matrix_free))
             group.store("output", seen, place, turn)
             group.send(place, turn)
+            return found
 
-        lax.fori_loop(0, plan.config.heads, one_head, None)
-        return gates
+        found = lax.fori_loop(0, plan.config.heads, one_head, first)
+        return gates, known, found
 
     @pl.when(team < plan.tiles)
     def _():
@@ -232,11 +256,11 @@ def kernel(*refs, plan, interpret, **buffers):
         group.fetch_rows(team, 0)
 
     count = lax.div(plan.tiles - team + stride - 1, stride)
-    gates = group.fetch_gates(lax.min(team, plan.tiles - 1))
-    lax.fori_loop(0, count, one_tile, gates)
-
-    if plan.staged:
-        plgpu.wait_smem_to_gmem(0)
+    first = lax.min(team, plan.tiles - 1)
+    known = group.fetch_row(first)
+    ahead = group.fetch_gates(first), known, group.fetch_head(first, 0, None, known)
+    lax.fori_loop(0, count, one_tile, ahead)
+    group.finish()
 
     @pl.when(count > 0)
     def _():

@@ -1,7 +1,8 @@
 """How the Mosaic GPU kernel is cut: configuration, choice and the sizes that follow."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -68,6 +69,11 @@ class Plan:
         return 1 if self.copied else self.parts
 
     @property
+    def key_rows(self) -> int:
+        """Rows of the buffer of keys and queries: 64 are read where each begins."""
+        return self.wide + 64
+
+    @property
     def key_arrivals(self) -> int:
         """Arrivals at the barrier of the keys: copies of chunks, or warpgroups."""
         return 2 * self.chunks if self.copied else self.groups
@@ -131,16 +137,27 @@ class Plan:
         return ("keys", "values", *staged)
 
     @property
+    def buffers(self) -> tuple[int, ...]:
+        """Bytes of each buffer of a block: of teams, their heads, and warpgroups."""
+        key_dim, teams = self.spec.key_dim, self.config.teams
+        heads, lines = teams * self.config.heads, self.warpgroups * LINES
+        tiles = ["bfloat16"] if self.copied else []
+        return (
+            teams * self.key_parts * self.key_rows * key_dim * 2,
+            heads * self.parts * (self.wide + 64) * self.deep * 2,
+            heads * 2 * 64 * 4,
+            lines * key_dim * jnp.dtype(self.spec.state_dtype).itemsize,
+            self.warpgroups * 3 * 2 * 64 * 4,
+            *(
+                lines * self.wide * jnp.dtype(dtype).itemsize
+                for dtype in (*tiles, *self.staged.values())
+            ),
+        )
+
+    @property
     def shared_memory(self) -> int:
         """Bytes of a block."""
-        spec, width = self.spec, jnp.dtype(self.spec.state_dtype).itemsize
-        keys = self.key_parts * (self.wide + 64) * spec.key_dim * 2
-        head = self.parts * (self.wide + 64) * self.deep * 2 + 2 * 64 * 4
-        values = [2] if self.copied else []
-        values += [jnp.dtype(dtype).itemsize for dtype in self.staged.values()]
-        group = LINES * (spec.key_dim * width + self.wide * sum(values)) + 6 * 64 * 4
-        team = keys + self.config.heads * head + self.groups * group
-        return self.config.teams * team + BARRIERS
+        return sum(self.buffers) + BARRIERS
 
     @property
     def fits(self) -> bool:
@@ -150,21 +167,25 @@ class Plan:
 
 
 def choose(
-    spec: specs.Spec, explicit: Config | None = None, *, interpret: bool = False
+    spec: specs.Spec,
+    explicit: Config | None = None,
+    *,
+    interpret: bool = False,
+    plan: Callable[[Any, Config], Plan] = Plan,
 ) -> Config:
     """Return the explicit configuration, else the first heuristic one that fits.
 
-    Interpreted warpgroups that wait for each other occupy all threads of a CPU with
-    few cores, so the interpreter gets one.
+    `plan` makes the sizes that have to fit. Interpreted warpgroups that wait for each
+    other occupy all threads of a CPU with few cores, so the interpreter gets one.
 
     Raises ValueError where the explicit one does not divide the call or fit.
     """
     if explicit is not None:
-        _check(spec, explicit)
+        _check(spec, explicit, plan)
         return explicit
     if interpret:
         return Config(LINES, heads=spec.group)
-    return next(config for config in _guesses(spec) if Plan(spec, config).fits)
+    return next(config for config in _guesses(spec) if plan(spec, config).fits)
 
 
 def _guesses(spec: specs.Spec) -> Iterator[Config]:
@@ -183,7 +204,7 @@ def _guesses(spec: specs.Spec) -> Iterator[Config]:
     yield Config(LINES, blocks=max(CORES, min(units, 4 * CORES)))
 
 
-def _check(spec: specs.Spec, config: Config) -> None:
+def _check(spec, config, plan) -> None:
     lines = max(spec.value_dim, LINES)
     if config.block_v < LINES or config.block_v % LINES or lines % config.block_v:
         raise ValueError(
@@ -199,10 +220,10 @@ def _check(spec: specs.Spec, config: Config) -> None:
         raise ValueError(
             f"teams is {config.teams}, blocks {config.blocks}; 1 or more is allowed"
         )
-    plan = Plan(spec, config)
-    if not plan.fits:
+    cut = plan(spec, config)
+    if not cut.fits:
         raise ValueError(
-            f"{config} takes {plan.shared_memory} bytes of shared memory and "
-            f"{plan.warpgroups} warpgroups; {SHARED_MEMORY} and {MOST_WARPGROUPS} are "
+            f"{config} takes {cut.shared_memory} bytes of shared memory and "
+            f"{cut.warpgroups} warpgroups; {SHARED_MEMORY} and {MOST_WARPGROUPS} are "
             "allowed"
         )

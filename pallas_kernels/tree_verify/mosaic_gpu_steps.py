@@ -7,6 +7,7 @@ kept within the array.
 """
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ def multiply(
 ) -> jax.Array:
     """Return start + the sum of a @ b over pairs (a, b); a may be in registers."""
     if start is None:
-        return multiply_each([pairs], shape, interpret=interpret)[0]
+        return multiply_each([pairs], [shape], interpret=interpret)[0]
     if interpret:
         return start + _interpreted(pairs)
 
@@ -53,7 +54,7 @@ def multiply(
 
 def multiply_each(
     lists: Sequence[Sequence[tuple[Any, Any]]],
-    shape: tuple[int, int],
+    shapes: Sequence[tuple[int, int]],
     *,
     interpret: bool,
 ) -> list[jax.Array]:
@@ -67,7 +68,7 @@ def multiply_each(
                 plgpu.wgmma(total, a, b)
         return [total[...] for total in totals]
 
-    return pl.run_scoped(run, *[plgpu.ACC(shape, jnp.float32)] * len(lists))
+    return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
 def _interpreted(pairs: Sequence[tuple[Any, Any]]) -> Any:
@@ -85,29 +86,45 @@ def load(
     layout: Any,
     *,
     transposed: bool = False,
+    count: jax.Array | None = None,
     interpret: bool,
 ) -> jax.Array:
-    """Read global memory into registers; what lies beyond its end is arbitrary."""
+    """Read global memory into registers; what lies beyond its end is arbitrary.
+
+    `count` ends the first axis of `ref` earlier: no memory from there on is read. Nor
+    are registers that lie beyond the end in all threads.
+    """
     if interpret:
         found = ref[...].T if transposed else ref[...]
         room = zip(found.shape, shape, strict=True)
         return jnp.pad(found, [(0, wanted - size) for size, wanted in room])
 
+    last = () if count is None else (lax.max(count, 1) - 1,)
+
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
+        arg_types=(plgpu.RefType(), *(plgpu.Layout.WG_SPLAT(()) for _ in last)),
         return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout),
     )
-    def read(_, source):
-        limits = ir.MemRefType(source.type).shape
+    def read(_, source, *last):
+        last = [arith.index_cast(ir.IndexType.get(), x.registers.item()) for x in last]
+        order = slice(None, None, -1 if transposed else 1)
+        limits, wanted = ir.MemRefType(source.type).shape, shape[order]
         kind = layout.to_mgpu()
         registers = np.empty(kind.registers_shape(shape), dtype=object)
         places = zip(_places(shape, kind), np.ndindex(registers.shape), strict=True)
         for place, at in places:
             items = []
             for i in range(kind.vector_length):
-                index = place.element(i)[:: -1 if transposed else 1]
-                index = zip(index, limits, strict=True)
-                within = [arith.minui(x, _index(size - 1)) for x, size in index]
+                if any(map(operator.ge, place.static[order], limits)):
+                    items.append(utils.c(0, ir.MemRefType(source.type).element_type))
+                    continue
+                index = zip(place.element(i)[order], limits, wanted, strict=True)
+                within = [
+                    x if size >= most else arith.minui(x, _index(size - 1))
+                    for x, size, most in index
+                ]
+                for most in last:
+                    within[0] = arith.minui(within[0], most)
                 items.append(memref.load(source, within))
             vector_type = ir.VectorType.get((len(items),), items[0].type)
             registers[at] = vector.from_elements(vector_type, items)
@@ -115,7 +132,7 @@ def load(
             _registers=registers, _layout=kind, _is_signed=utils.is_signed(ref.dtype)
         )
 
-    return read(ref)
+    return read(ref, *last)
 
 
 def load_vectors(refs: Sequence[Any], *, interpret: bool) -> jax.Array:

@@ -125,7 +125,7 @@ CASES = {
         [FORK, chain(6)], (0, 5), 5, (True, True), {},
     ),
     "bfloat16 records, two chunks": (
-        [[-1, 0, 0, 0], chain(4), chain(3)], (16, 9, 4), 16, (True, False, False),
+        [[-1, 0, 0, 0], chain(3)], (16, 9), 16, (True, False),
         {"records": "bfloat16", "dims": (128, 64), "heads": (2, 2)},
     ),
     "float32 rows, few lines, three heads a key head": (
@@ -300,7 +300,7 @@ def test_it_lowers_without_a_device_and_writes_the_state_in_place(sizes):
     assert alias in text
 
 
-def test_it_runs_in_a_loop_over_layers():
+def test_it_runs_in_a_loop_over_layers_with_64_bits_enabled(double):
     spec = make_spec(nodes=4, batch=2, output_dtype="bfloat16")
     call = functools.partial(mosaic_gpu.history_verify, spec=spec)
 

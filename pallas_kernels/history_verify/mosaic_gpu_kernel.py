@@ -1,0 +1,254 @@
+"""What a warpgroup of `mosaic_gpu` does with a history.
+
+With W_j = e^(H - h_j) u_j of the records, keys K_h of theirs and X = [K; Q] of the
+nodes, S_0 X^T = e^H S X^T + W^T (K_h X^T). K_h X^T is made once for the value heads of
+a key head; the product with W^T is done while the state is on its way. Only a row that
+folds makes S_0 = e^H S + W^T K_h, in place and from there to global memory.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import dots
+from pallas_kernels.history_verify import mosaic_gpu_plan as plans
+from pallas_kernels.tree_verify import mosaic_gpu_copies as copies
+from pallas_kernels.tree_verify import mosaic_gpu_kernel as tree_verify
+from pallas_kernels.tree_verify import mosaic_gpu_plan as tree_plans
+from pallas_kernels.tree_verify import mosaic_gpu_steps as steps
+
+SINCE, REMAINING = 0, 1
+
+
+class Arrays(NamedTuple):
+    """The arguments of `history_verify` and its outputs, in global memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    log_decay: Any
+    beta: Any
+    state: Any
+    past_k: Any
+    past_pseudo_values: Any
+    past_log_decay: Any
+    past_count: Any
+    fold: Any
+    ancestors: Any
+    sizes: Any
+    sweeps: Any
+    output: Any
+    pseudo_values: Any
+
+
+class Row(NamedTuple):
+    """What is known of a row of the batch: its tree, records, and whether it folds."""
+
+    size: Any
+    sweeps: Any
+    count: Any
+    fold: Any
+
+
+class Warpgroup(tree_verify.Warpgroup):
+    """One warpgroup: that of tree_verify, with the records of a row at hand."""
+
+    seen: Any  # products [K; Q] K_h^T [parts, rows of K and then of Q, records]
+    folds: Any  # K_h^T of a row that folds [parts, chunks, chunk, records]
+    since: Any  # exp(H - h_j), and exp(H) in all places [heads, 2, 64]
+    past_here: Any  # barrier
+
+    arrays_type = Arrays
+    team_buffers = (*copies.TEAM_BUFFERS, "seen", "folds", "since", "past_here")
+
+    def fetch_row(self, tile):
+        """Read how many records the row of a tile has; do nothing with it yet."""
+        return self.arrays.past_count[self.place(tile).row]
+
+    def row(self, place, known):
+        """Return what is known of the row of a tile; `known` is of `fetch_row`."""
+        count = lax.clamp(0, known, self.plan.spec.horizon)
+        return Row(*super().row(place, ()), count, self.arrays.fold[place.row])
+
+    def _fetch_head_gates(self, row, head):
+        decays = [self.arrays.past_log_decay.at[row, :, head]] * 2
+        past = steps.load_vectors(decays, interpret=self.interpret)
+        return super()._fetch_head_gates(row, head), past
+
+    def load_records(self, place, row):
+        """Read the keys of the records, of the chunks that the warpgroup writes."""
+        key_head = lax.div(place.head, self.plan.spec.group)
+        source = self.arrays.past_k.at[place.row, :, key_head]
+        return tuple(
+            self._load_transposed(source.at[:, self._columns(chunk)], row.count)
+            for chunk in self._own_chunks()
+        )
+
+    def fetch_head(self, tile, turn, row, known):
+        """Read the pseudo-values of the records, for the lines of the warpgroup."""
+        count = known if row is None else jnp.where(turn == 0, known, row.count)
+        place = self.place(tile)
+        lines = pl.ds(place.line, self.plan.lines)
+        source = self.arrays.past_pseudo_values.at[place.row, :, place.head + turn]
+        return self._load_transposed(source.at[:, lines], count)
+
+    def _load_transposed(self, source, count):
+        return steps.load(
+            source,
+            (64, self.plan.records),
+            steps.TILE,
+            transposed=True,
+            count=count,
+            interpret=self.interpret,
+        )
+
+    def _own_chunks(self):
+        most, groups = self.plan.chunks, self.plan.groups
+        return [lax.min(self.group + i, most - 1) for i in range(0, most, groups)]
+
+    def _grams(self, records, row):
+        """Write what keys and queries see of the records; else as tree_verify."""
+        self._write_records(records, row)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.past_here)
+        plgpu.barrier_wait(self.past_here)
+        plan, first = self.plan, self.plan.seen_first
+        own = [(i * plan.wide, self._node_keys, plan.wide) for i in range(2)]
+        past = [(i, self._past_keys, plan.records) for i in first]
+        system, weights, *seen = self._multiply_keys([*own, *past])
+
+        @pl.when(self.group == plan.groups - 1)
+        def _():
+            for i, x in zip(first, seen, strict=True):
+                if i > 0:  # overwrites what lies below the last key
+                    steps.barrier(interpret=self.interpret)
+                for part, y in enumerate(self._split(x)):
+                    self.seen[part, pl.ds(i, 64)] = y
+
+        return system, weights
+
+    def _write_records(self, records, row):
+        there = self._there(row)
+        zero = jnp.zeros((), records[0].dtype)
+        for chunk, x in zip(self._own_chunks(), records, strict=True):
+            # Of what is no record nothing may come near a product, not even times 0.
+            x = jnp.where(there, x, zero)
+            for part, y in enumerate(dots.split(x, self.plan.past_parts)):
+                self._past(part, chunk).transpose((1, 0))[...] = y
+            pl.when(row.fold)(functools.partial(self._write_folds, chunk, x))
+
+    def _write_folds(self, chunk, keys):
+        # wgmma takes these with records along the rows, the other ones along columns.
+        for part, x in enumerate(dots.split(keys, self.plan.fold_parts)):
+            self.folds[part, chunk] = x
+
+    def _past(self, part, chunk):
+        """Return where a part of the records' keys lies: in rows below the queries."""
+        plan = self.plan
+        layer, key_part = divmod(part, plan.key_parts)
+        rows = pl.ds(2 * plan.wide + layer * plan.records, plan.records)
+        return self.keys.at[key_part, chunk, rows]
+
+    def _past_keys(self, chunk):
+        return [self._past(part, chunk) for part in range(self.plan.past_parts)]
+
+    def _node_keys(self, chunk):
+        return self._keys(0, self.plan.wide, chunk)
+
+    def _prepare_head(self, turn, gates, bits, grams, row):
+        gates, decays = gates
+        self._prepare_past(turn, decays, row)
+        super()._prepare_head(turn, gates, bits, grams, row)
+
+    def _prepare_past(self, turn, decays, row):
+        """Write exp(H - h_j) and exp(H); what follows a record is summed anew."""
+        shape = (64, self.plan.records)
+        self.vectors[0] = decays
+        steps.barrier(interpret=self.interpret)
+        each = self._by_record(self.vectors.at[0, 0])
+        record, this = (
+            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=steps.TILE)
+            for axis in (1, 0)
+        )
+        there = record < row.count
+        masks = {SINCE: there & (record > this), REMAINING: there}
+        for i, mask in masks.items():
+            following = jnp.sum(jnp.where(mask, each, 0.0), axis=1)
+            self.since[turn, i] = jnp.exp(following)
+        # The vectors are about to hold what decays the nodes.
+        steps.barrier(interpret=self.interpret)
+
+    def read_before(self, turn, found, row):
+        """Return W^T (K_h [K; Q]^T): what keys and queries read from the records."""
+        nodes = pl.ds(0, 2 * self.plan.wide)
+        right = [
+            self.seen.at[part, nodes].transpose((1, 0))
+            for part in range(self.plan.parts)
+        ]
+        left = self._split(self._written(turn, found, row))
+        return self._multiply(self._products(left, right), 2 * self.plan.wide)
+
+    def read_state(self, turn, before):
+        """Return S_0 [K; Q]^T."""
+        return self._remaining(turn) * super().read_state(turn, None) + before
+
+    def rewrite(self, place, turn, found, row):
+        """Write S_0 in rows that fold, over S in shared and in global memory."""
+
+        @pl.when(row.fold & (row.count > 0))
+        def _():
+            # The rows are operands of wgmma: all warps have to be done with them.
+            steps.barrier(interpret=self.interpret)
+            written = dots.split(self._written(turn, found, row), plans.FOLD_PARTS)
+            for chunk in range(self.plan.chunks):
+                self._rewrite_chunk(turn, written, chunk)
+            plgpu.commit_smem()
+            lines, here = self._window(place.line, self.plan.lines, tree_plans.LINES)
+            plgpu.copy_smem_to_gmem(
+                self.rows.at[here],
+                self.arrays.state.at[place.row, place.head + turn, lines],
+            )
+            # The next rows are about to take this place.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _rewrite_chunk(self, turn, written, chunk):
+        rows = self.rows.at[:, self._columns(chunk)]
+        stored = plgpu.load(rows, layout=steps.TILE).astype(jnp.float32)
+        keys = [
+            self.folds.at[part, chunk].transpose((1, 0))
+            for part in range(self.plan.fold_parts)
+        ]
+        tile = self._multiply(
+            self._products(written, keys),
+            self.plan.chunk,
+            self._remaining(turn) * stored,
+        )
+        rows[...] = tile.astype(rows.dtype)
+
+    def _written(self, turn, found, row):
+        """Return W^T, 0 where there is no record."""
+        since = self._by_record(self.since.at[turn, SINCE])
+        return jnp.where(self._there(row), since * found.astype(jnp.float32), 0.0)
+
+    def _remaining(self, turn):
+        return self.since[turn, REMAINING, 0]
+
+    def _there(self, row):
+        shape = (64, self.plan.records)
+        record = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=steps.TILE)
+        return record < row.count
+
+    def _by_record(self, ref):
+        """Read a vector and repeat it in all lines."""
+        ref = ref.at[pl.ds(0, self.plan.records)]
+        x = plgpu.load(ref, layout=steps.COLUMN, optimized=False)
+        x = lax.broadcast_in_dim(x, (64, self.plan.records), (1,))
+        return plgpu.layout_cast(x, steps.TILE)
+
+    def finish(self):
+        """Wait until all that was sent has arrived."""
+        plgpu.wait_smem_to_gmem(0)
