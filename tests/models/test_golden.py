@@ -21,7 +21,8 @@ over_variants = pytest.mark.parametrize("variant", golden.VARIANTS)
 
 def target(variant, lifecycle="reconstruct"):
     model = golden.model(variant)
-    return model.builder(commit.by_name(lifecycle))(model.params)
+    depth = golden.tree(variant).depth_max
+    return model.builder(commit.by_name(lifecycle, depth=depth))(model.params)
 
 
 @functools.cache
@@ -167,7 +168,8 @@ def test_tree_and_the_state_after_every_node(variant, lifecycle):
     def committed(node):
         path, count = tree.path(node)
         after = bound.commit(cache, records, accept.Accepted(node, path, count, node))
-        return after.recurrent, after.window
+        plain = jax.vmap(jax.vmap(bound.lifecycle.materialize))
+        return plain(after.recurrent), after.window
 
     rows = [committed(jnp.asarray([n], jnp.int32)) for n in range(1, tree.n_max)]
     for kept, prefix, convert in (
