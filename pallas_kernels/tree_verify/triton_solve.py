@@ -84,7 +84,8 @@ def _few_nodes(matrix, weights, from_state, strength, sweeps, depth, split):
     from_state, strength = (jnp.swapaxes(x, 0, 1) for x in (from_state, strength))
 
     def solved(known, seen, values):
-        right = strength * (jnp.swapaxes(values, 0, 1) - from_state * known())
+        known = from_state * known()
+        right = strength * (jnp.swapaxes(values, 0, 1) - known)
         u = _sweep(
             lambda u: right - dots.dot(split(u), matrix, 1, 1), right, sweeps, depth
         )
