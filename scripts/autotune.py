@@ -99,7 +99,7 @@ def select(chosen: Options) -> list[contenders.Contender]:
 
     Raises ValueError for unknown names, and where there is nothing to tune.
     """
-    bench_kernels.check_files(chosen.json)
+    command.check_files(chosen.json)
     if chosen.rounds < 1:
         raise ValueError(f"rounds is {chosen.rounds}; 1 or more are allowed")
     if jax.default_backend() != "gpu" and not chosen.dry_run:

@@ -107,7 +107,7 @@ def encode(model: checkpoints.Model, text: str) -> list[int]:
     return model.tokenizer.encode(chat, add_special_tokens=False).ids
 
 
-def decode(model, ids, tree, options) -> list[Row]:
+def decode(model, ids, tree, options, commit="reconstruct") -> list[Row]:
     """Decode every prompt, `options.batch` of them together."""
     rows = []
     for first in range(0, len(ids), options.batch):
@@ -116,6 +116,7 @@ def decode(model, ids, tree, options) -> list[Row]:
             ids[first : first + options.batch],
             tree=tree,
             max_new_tokens=options.max_new_tokens,
+            commit=commit,
         )
         parts = (generation.token_ids, generation.accept_lengths, generation.cut)
         for tokens, lengths, cut in zip(*parts, strict=True):

@@ -33,7 +33,6 @@ wrong input, with one line on stderr.
 
 import dataclasses
 import gc
-import importlib.util
 import itertools
 import pathlib
 import sys
@@ -41,7 +40,7 @@ from collections.abc import Sequence
 
 import jax
 
-from scripts import bench_kernels, reporting
+from scripts import reporting
 from scripts.benching import (
     command,
     lifecycle_report,
@@ -89,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         groups = select(chosen)
     except (ValueError, OSError) as error:
         return command.refuse("bench_commit.py", error)
-    rate = 1e12 * chosen.copy_tb_s if chosen.copy_tb_s else copy_rate()
+    rate = rates.copy(chosen.copy_tb_s)
     cells = [cell for group in groups for cell in group]
     with command.progress() as progress:
         for group in progress.track(groups, description="checking and timing"):
@@ -112,13 +111,9 @@ def select(chosen: Options) -> list[list[lifecycles.Cell]]:
 
     Raises ValueError for unknown names, sizes out of range and files that cannot be.
     """
-    bench_kernels.check_files(chosen.json, chosen.plot)
-    if chosen.plot is not None and not importlib.util.find_spec("matplotlib"):
-        raise ValueError("plot needs matplotlib: pip install matplotlib")
-    if chosen.copy_tb_s is not None and not chosen.copy_tb_s > 0:
-        raise ValueError(
-            f"copy_tb_s is {chosen.copy_tb_s}; a number above 0 is allowed"
-        )
+    command.check_files(chosen.json, chosen.plot)
+    command.check_plot(chosen.plot)
+    command.check_rate("copy_tb_s", chosen.copy_tb_s)
     for name in ("lifecycles", "nodes", "batch", "state_dtype"):
         if not getattr(chosen, name):
             raise ValueError(f"{name} is empty; one or more are allowed")
@@ -151,11 +146,6 @@ def _group(
     ]
 
 
-def copy_rate() -> float:
-    """Return the device's bytes a second."""
-    return rates.copy_rate(2**28 if jax.default_backend() == "gpu" else 2**20)
-
-
 def summary(rate: float, given: bool) -> str:
     """Return whose clock the times are, and what moves are made from."""
     clock = (
@@ -163,8 +153,7 @@ def summary(rate: float, given: bool) -> str:
         if jax.default_backend() == "gpu"
         else "no GPU: sizes are tiny, and the only clock is the host's"
     )
-    origin = "given" if given else "measured in this run"
-    return f"{reporting.device()}; {clock}. Copy {rate / 1e12:.3g} TB/s ({origin})."
+    return f"{reporting.device()}; {clock}. {rates.describe_copy(rate, given)}"
 
 
 def write(chosen: Options, cells: Sequence[lifecycles.Cell], rate: float) -> None:

@@ -39,14 +39,13 @@ on stderr.
 
 import dataclasses
 import gc
-import importlib.util
 import pathlib
 import sys
 from collections.abc import Sequence
 
 import jax
 
-from scripts import bench_kernels, reporting
+from scripts import reporting
 from scripts.benching import command, rates, step_program, step_report
 
 ROUNDS = 3
@@ -88,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subjects = select(chosen)
     except (ValueError, NotImplementedError, OSError) as error:
         return command.refuse("bench_decode.py", error)
-    rate = 1e12 * chosen.copy_tb_s if chosen.copy_tb_s else copy_rate()
+    rate = rates.copy(chosen.copy_tb_s)
     console = command.console()
     results = []
     with command.progress() as progress:
@@ -110,13 +109,9 @@ def select(chosen: Options) -> list[step_program.Subject]:
 
     Raises ValueError for unknown names, sizes out of range and files that cannot be.
     """
-    bench_kernels.check_files(chosen.json, chosen.plot)
-    if chosen.plot is not None and not importlib.util.find_spec("matplotlib"):
-        raise ValueError("plot needs matplotlib: pip install matplotlib")
-    if chosen.copy_tb_s is not None and not chosen.copy_tb_s > 0:
-        raise ValueError(
-            f"copy_tb_s is {chosen.copy_tb_s}; a number above 0 is allowed"
-        )
+    command.check_files(chosen.json, chosen.plot)
+    command.check_plot(chosen.plot)
+    command.check_rate("copy_tb_s", chosen.copy_tb_s)
     for name in ("models", "batch"):
         if not getattr(chosen, name):
             raise ValueError(f"{name} is empty; one or more are allowed")
@@ -133,11 +128,6 @@ def select(chosen: Options) -> list[step_program.Subject]:
         for name in chosen.models
         for batch in chosen.batch
     ]
-
-
-def copy_rate() -> float:
-    """Return the device's bytes a second."""
-    return rates.copy_rate(2**28 if jax.default_backend() == "gpu" else 2**20)
 
 
 def show(result, rate: float, console) -> None:
@@ -158,8 +148,7 @@ def summary(rate: float, given: bool) -> str:
         if jax.default_backend() == "gpu"
         else "no GPU: the only clock is the host's"
     )
-    origin = "given" if given else "measured in this run"
-    return f"{reporting.device()}; {clock}. Copy {rate / 1e12:.3g} TB/s ({origin})."
+    return f"{reporting.device()}; {clock}. {rates.describe_copy(rate, given)}"
 
 
 def write(chosen: Options, results: Sequence[step_report.Result], rate: float) -> None:

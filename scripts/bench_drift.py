@@ -37,7 +37,6 @@ Exit status: 0; 2 for wrong input, with one line on stderr.
 """
 
 import dataclasses
-import importlib.util
 import itertools
 import pathlib
 import sys
@@ -125,11 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check(chosen: Options) -> None:
     """Raise ValueError for what cannot be measured."""
-    for path in (chosen.json, chosen.plot):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(f"{path} is no file in a folder that exists")
-    if chosen.plot is not None and not importlib.util.find_spec("matplotlib"):
-        raise ValueError("plot needs matplotlib: pip install matplotlib")
+    command.check_files(chosen.json, chosen.plot)
+    command.check_plot(chosen.plot)
     for name in ("source", "lifecycles", "state_dtypes", "record_dtypes", "horizons"):
         if not getattr(chosen, name):
             raise ValueError(f"{name} is empty; one or more are allowed")

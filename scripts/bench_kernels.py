@@ -24,7 +24,6 @@ for wrong input, with one line on stderr.
 
 import dataclasses
 import gc
-import importlib.util
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -95,13 +94,10 @@ def select(chosen: Options) -> list[contenders.Contender]:
 
     Raises ValueError for unknown names, empty selections and files that cannot be.
     """
-    check_files(chosen.json, chosen.plot)
-    if chosen.plot is not None and not importlib.util.find_spec("matplotlib"):
-        raise ValueError("plot needs matplotlib: pip install matplotlib")
+    command.check_files(chosen.json, chosen.plot)
+    command.check_plot(chosen.plot)
     for name in ("copy_tb_s", "product_tflop_s"):
-        rate = getattr(chosen, name)
-        if rate is not None and not rate > 0:
-            raise ValueError(f"{name} is {rate}; a number above 0 is allowed")
+        command.check_rate(name, getattr(chosen, name))
     cases = cases_here(chosen.ops, "bench", chosen.cases)
     known = dict.fromkeys(n for case in cases for n in case.implementations.modules)
     for name in chosen.impl:
@@ -132,13 +128,6 @@ def cases_here(
         allowed = ", ".join(repr(case.label) for case in cases)
         raise ValueError(f"cases is {', '.join(labels)}; labels are {allowed}")
     return found
-
-
-def check_files(*paths: pathlib.Path | None) -> None:
-    """Raise ValueError for a path that is a folder or lies in none."""
-    for path in paths:
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(f"{path} is no file in a folder that exists")
 
 
 def time_all(

@@ -50,6 +50,8 @@ class Options:
     """Of the weights; states are stored as the model's configuration says."""
     max_new_tokens: int = 64
     """Budget of each prompt."""
+    batch: int = 80
+    """Prompts decoded together; store-all holds a state a node for each."""
     prompts: pathlib.Path = bench_acceptance.PROMPTS
     """JSON lines with turns, category and source."""
     out: pathlib.Path | None = None
@@ -91,21 +93,10 @@ def lifecycle(name: str, tree: str, chosen: Options) -> commit_lib.Lifecycle:
 
 
 def decode(model, ids, tree, name, chosen) -> list[bench_acceptance.Row]:
-    """Decode all prompts together."""
-    found = lifecycle(name, tree, chosen)
-    storage = dataclasses.replace(found, state_dtype=model.config.mamba_ssm_dtype)
-    generation = generation_lib.generate(
-        model,
-        ids,
-        tree=tree,
-        max_new_tokens=chosen.max_new_tokens,
-        commit=storage,
-    )
-    parts = (generation.token_ids, generation.accept_lengths, generation.cut)
-    return [
-        bench_acceptance.Row(tokens, lengths[: len(lengths) - cut])
-        for tokens, lengths, cut in zip(*parts, strict=True)
-    ]
+    """Decode every prompt; states are stored as the model's configuration says."""
+    storage = model.config.mamba_ssm_dtype
+    found = dataclasses.replace(lifecycle(name, tree, chosen), state_dtype=storage)
+    return bench_acceptance.decode(model, ids, tree, chosen, commit=found)
 
 
 def measure(model, ids, rows, plain, chosen) -> dict[str, Any]:

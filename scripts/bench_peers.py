@@ -47,7 +47,7 @@ import jax
 from rich import markup
 from rich import table as rich_table
 
-from scripts import bench_kernels, reporting
+from scripts import reporting
 from scripts.benching import command, contenders, layer, peers, tables, timing
 from scripts.compiling import targets
 from treewy_jax import tree as tree_lib
@@ -117,7 +117,7 @@ def select(chosen: Options) -> tuple[list[layer.Work], list[peers.Peer]]:
 
     Raises ValueError for unknown names and empty selections.
     """
-    bench_kernels.check_files(chosen.json)
+    command.check_files(chosen.json)
     for name, allowed in (("kinds", KINDS), ("state_dtypes", ("float32", "bfloat16"))):
         for value in getattr(chosen, name):
             if value not in allowed:

@@ -41,7 +41,7 @@ def commit(
     """Return the new state, which takes the memory of `state`."""
     platform, device_kind = device.target()
     config = configs.choose(spec, platform, device_kind, config)
-    rows, keys, total = _path_rows(k, pseudo_values, log_decay, path, count)
+    rows, keys, total = path_rows(k, pseudo_values, log_decay, path, count)
     group, block_v = spec.group, config.block_v
     tile = pl.BlockSpec(
         (None, None, block_v, spec.key_dim), lambda b, h, i: (b, h, i, 0)
@@ -65,12 +65,13 @@ def commit(
     )(state, rows, keys, total)
 
 
-def _path_rows(k, pseudo_values, log_decay, path, count):
+def path_rows(k, pseudo_values, log_decay, path, count, multiple=8):
     """Return weighted pseudo-values and keys [B, H, P', D] and the total decay.
 
-    P' is a multiple of 8, the rows of a float32 tile; rows beyond the path are 0.
+    P' is a multiple of 8, the rows of a float32 tile, or of another number; rows
+    beyond the path are 0.
     """
-    short = -path.shape[1] % 8
+    short = -path.shape[1] % multiple
     on_path = jnp.arange(path.shape[1] + short) < count[:, None]
     path = jnp.pad(path, ((0, 0), (0, short)))
 

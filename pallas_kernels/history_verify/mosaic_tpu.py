@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import device
+from pallas_kernels.commit import mosaic_tpu as commit
 from pallas_kernels.history_verify import config as configs
 from pallas_kernels.history_verify import spec as specs
 from pallas_kernels.tree_verify import body
@@ -95,21 +96,12 @@ def _past_rows(past_k, past_pseudo_values, past_log_decay, past_count):
     S_0 = e^H S + sum_j (e^(H - h_j) u_j) k_j^T. Records beyond the last are 0; their
     number is a multiple of 16, the rows of a bfloat16 tile.
     """
-    short = -past_k.shape[1] % 16
-    there = jnp.arange(past_k.shape[1] + short) < past_count[:, None]
-
-    def take(x):
-        x = jnp.pad(x, ((0, 0), (0, short)) + ((0, 0),) * (x.ndim - 2))
-        mask = there.reshape(there.shape + (1,) * (x.ndim - 2))
-        return jnp.swapaxes(jnp.where(mask, x, 0).astype(jnp.float32), 1, 2)
-
-    decays = take(past_log_decay)
-    total = jnp.sum(decays, axis=-1, keepdims=True)
-    # Sums of what follows each record; a difference of two sums would lose digits.
-    after = jnp.pad(decays[..., 1:], ((0, 0), (0, 0), (0, 1)))
-    later = jnp.flip(jnp.cumsum(jnp.flip(after, -1), -1), -1)
-    written = jnp.exp(later)[..., None] * take(past_pseudo_values)
-    return take(past_k), written, jnp.exp(total)[..., None]
+    records = jnp.arange(past_k.shape[1], dtype=jnp.int32)
+    path = jnp.broadcast_to(records, past_k.shape[:2])
+    written, keys, total = commit.path_rows(
+        past_k, past_pseudo_values, past_log_decay, path, past_count, multiple=16
+    )
+    return keys, written, total
 
 
 def _kernel(

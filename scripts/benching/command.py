@@ -1,7 +1,9 @@
 """What commands share: options in, one line for wrong input, where tables go."""
 
 import contextlib
+import importlib.util
 import io
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +32,25 @@ def parse[T](options: type[T], prog: str, arguments: Sequence[str] | None) -> T:
         if stop.code == 0:
             raise
         raise ValueError(_one_line(printed.getvalue())) from None
+
+
+def check_files(*paths: pathlib.Path | None) -> None:
+    """Raise ValueError for a path that is a folder or lies in none."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"{path} is no file in a folder that exists")
+
+
+def check_plot(path: pathlib.Path | None) -> None:
+    """Raise ValueError where a figure is asked for and matplotlib is missing."""
+    if path is not None and not importlib.util.find_spec("matplotlib"):
+        raise ValueError("plot needs matplotlib: pip install matplotlib")
+
+
+def check_rate(name: str, rate: float | None) -> None:
+    """Raise ValueError for a rate that is given and not above 0."""
+    if rate is not None and not rate > 0:
+        raise ValueError(f"{name} is {rate}; a number above 0 is allowed")
 
 
 def refuse(prog: str, error: Exception) -> int:

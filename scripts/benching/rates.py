@@ -33,10 +33,23 @@ def get(bytes_per_s: float | None = None, flops_per_s: float | None = None) -> R
         for name, rate in (("copy", bytes_per_s), ("product", flops_per_s))
     ]
     return Rates(
-        bytes_per_s or copy_rate(2**28 if on_gpu else 2**20),
+        bytes_per_s or copy(),
         flops_per_s or product_rate(8192 if on_gpu else 256),
         ", ".join(origin),
     )
+
+
+def copy(tb_s: float | None = None) -> float:
+    """Return bytes a second of a large copy: those given, else measured."""
+    if tb_s is not None:
+        return 1e12 * tb_s
+    return copy_rate(2**28 if jax.default_backend() == "gpu" else 2**20)
+
+
+def describe_copy(bytes_per_s: float, given: bool) -> str:
+    """Return the rate in words, and where it comes from."""
+    origin = "given" if given else "measured in this run"
+    return f"Copy {bytes_per_s / 1e12:.3g} TB/s ({origin})."
 
 
 def copy_rate(size: int) -> float:

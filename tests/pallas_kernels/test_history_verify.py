@@ -209,4 +209,3 @@ def test_what_triton_does_not_take(change, words):
     spec = specs.extend(verify_specs.make_spec(**sizes), **past)
     module = history_lib.IMPLEMENTATIONS.module("triton")
     assert words in module.supports(spec, "gpu")
-    assert history_lib.IMPLEMENTATIONS.choose(spec).name == "reference"

@@ -239,7 +239,7 @@ def test_wrong_input_is_refused(arguments, message, capsys):
 
 
 def test_without_matplotlib(monkeypatch, capsys):
-    monkeypatch.setattr(bench_drift.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert bench_drift.main(["--plot", "drift.png"]) == 2
     assert "plot needs matplotlib" in capsys.readouterr().err
 
