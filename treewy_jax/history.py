@@ -21,8 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import implementations
 from pallas_kernels.commit import op as commit_op
+from pallas_kernels.history_append import op as append_op
 from pallas_kernels.history_verify import spec as specs
-from treewy_jax import pytree, slots, wy
+from treewy_jax import pytree, wy
 from treewy_jax import tree as tree_lib
 from treewy_jax import verify as verify_lib
 
@@ -87,20 +88,30 @@ def append(
     log_decay: Float[Array, "B n Hv"],
     path: Int[Array, "B P"],
     count: Int[Array, " B"],
+    *,
+    impl: str | None = None,
 ) -> History:
     """Append the records of the first `count` nodes of each path.
 
     No other slot changes; there has to be room.
     """
-
-    def add(old, rows):
-        return slots.append(old, slots.take(rows, path), count, history.count)
-
+    past_k, past_pseudo_values, past_log_decay = append_op.history_append(
+        history.k,
+        history.pseudo_values,
+        history.log_decay,
+        history.count,
+        k,
+        pseudo_values,
+        log_decay,
+        path,
+        count,
+        impl=append_op.IMPLEMENTATIONS.nearest(impl),
+    )
     return History(
         state=history.state,
-        k=add(history.k, k),
-        pseudo_values=add(history.pseudo_values, pseudo_values),
-        log_decay=add(history.log_decay, log_decay),
+        k=past_k,
+        pseudo_values=past_pseudo_values,
+        log_decay=past_log_decay,
         count=history.count + count,
     )
 

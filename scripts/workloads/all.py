@@ -14,6 +14,7 @@ MODULES: dict[str, str] = {
     "tree_attention": "scripts.workloads.tree_attention",
     "commit": "scripts.workloads.commit",
     "gdn_front": "scripts.workloads.gdn_front",
+    "history_append": "scripts.workloads.history_append",
     "history_verify": "scripts.workloads.history_verify",
     "tree_verify": "scripts.workloads.tree_verify",
 }
