@@ -90,11 +90,11 @@ def _scratch(plan: plans.Plan, interpret: bool) -> dict[str, Any]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     heads, teams = plan.config.heads, plan.config.teams
-    seen = (teams, plan.parts, plan.seen_rows, plan.records)
-    folds = (teams, plan.fold_parts, plan.chunks, plan.chunk, plan.records)
+    own = (teams, plan.key_buffers)
+    seen = (*own, plan.parts, plan.seen_rows, plan.records)
+    folds = (*own, plan.fold_parts, plan.chunks, plan.chunk, plan.records)
     return tree_verify.scratch(plan, interpret) | {
         "seen": tree_verify.operand(seen, jnp.bfloat16),
         "folds": tree_verify.operand(folds, jnp.bfloat16),
         "since": plgpu.SMEM((teams, heads, 2, 64), jnp.float32),
-        "past_here": plgpu.Barrier(num_arrivals=plan.groups, num_barriers=teams),
     }

@@ -57,44 +57,39 @@ class Row(NamedTuple):
 class Warpgroup(tree_verify.Warpgroup):
     """One warpgroup: that of tree_verify, with the records of a row at hand."""
 
-    seen: Any  # products [K; Q] K_h^T [parts, rows of K and then of Q, records]
-    folds: Any  # K_h^T of a row that folds [parts, chunks, chunk, records]
+    seen: Any  # [K; Q] K_h^T [buffers, parts, rows of K and then of Q, records]
+    folds: Any  # K_h^T of a row that folds [buffers, parts, chunks, chunk, records]
     since: Any  # exp(H - h_j), and exp(H) in all places [heads, 2, 64]
-    past_here: Any  # barrier
 
     arrays_type = Arrays
-    team_buffers = (*copies.TEAM_BUFFERS, "seen", "folds", "since", "past_here")
+    team_buffers = (*copies.TEAM_BUFFERS, "seen", "folds", "since")
 
     def fetch_row(self, tile):
-        """Read how many records the row of a tile has; do nothing with it yet."""
-        return self.arrays.past_count[self.place(tile).row]
-
-    def row(self, place, known):
-        """Return what is known of the row of a tile; `known` is of `fetch_row`."""
-        count = lax.clamp(0, known, self.plan.spec.horizon)
-        return Row(*super().row(place, ()), count, self.arrays.fold[place.row])
+        """Read what is to be known of the row of a tile."""
+        place, arrays = self.place(tile), self.arrays
+        count = lax.clamp(0, arrays.past_count[place.row], self.plan.spec.horizon)
+        return Row(*super().fetch_row(tile), count, arrays.fold[place.row])
 
     def _fetch_head_gates(self, row, head):
         decays = [self.arrays.past_log_decay.at[row, :, head]] * 2
         past = steps.load_vectors(decays, interpret=self.interpret)
         return super()._fetch_head_gates(row, head), past
 
-    def load_records(self, place, row):
+    def load_records(self, tile):
         """Read the keys of the records, of the chunks that the warpgroup writes."""
-        key_head = lax.div(place.head, self.plan.spec.group)
-        source = self.arrays.past_k.at[place.row, :, key_head]
+        key_head = lax.div(tile.place.head, self.plan.spec.group)
+        source = self.arrays.past_k.at[tile.place.row, :, key_head]
         return tuple(
-            self._load_transposed(source.at[:, self._columns(chunk)], row.count)
-            for chunk in self._own_chunks()
+            self._load_transposed(source.at[:, self._columns(chunk)], tile.row.count)
+            for chunk in self.own_chunks()
         )
 
-    def fetch_head(self, tile, turn, row, known):
+    def fetch_head(self, tile, turn):
         """Read the pseudo-values of the records, for the lines of the warpgroup."""
-        count = known if row is None else jnp.where(turn == 0, known, row.count)
-        place = self.place(tile)
-        lines = pl.ds(place.line, self.plan.lines)
-        source = self.arrays.past_pseudo_values.at[place.row, :, place.head + turn]
-        return self._load_transposed(source.at[:, lines], count)
+        row, head, line = tile.place
+        lines = pl.ds(line, self.plan.lines)
+        source = self.arrays.past_pseudo_values.at[row, :, head + turn]
+        return self._load_transposed(source.at[:, lines], tile.row.count)
 
     def _load_transposed(self, source, count):
         return steps.load(
@@ -106,63 +101,73 @@ class Warpgroup(tree_verify.Warpgroup):
             interpret=self.interpret,
         )
 
-    def _own_chunks(self):
-        most, groups = self.plan.chunks, self.plan.groups
-        return [lax.min(self.group + i, most - 1) for i in range(0, most, groups)]
-
-    def _grams(self, records, row):
+    def prepare_tile(self, tile, records):
         """Write what keys and queries see of the records; else as tree_verify."""
-        self._write_records(records, row)
+        self._write_records(tile, records)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.past_here)
-        plgpu.barrier_wait(self.past_here)
+        if self.plan.preparing > 1:
+            self.arrive("past_here")
+            self.wait("past_here")
         plan, first = self.plan, self.plan.seen_first
-        own = [(i * plan.wide, self._node_keys, plan.wide) for i in range(2)]
-        past = [(i, self._past_keys, plan.records) for i in first]
-        system, weights, *seen = self._multiply_keys([*own, *past])
 
-        @pl.when(self.group == plan.groups - 1)
-        def _():
-            for i, x in zip(first, seen, strict=True):
-                if i > 0:  # overwrites what lies below the last key
-                    steps.barrier(interpret=self.interpret)
-                for part, y in enumerate(self._split(x)):
-                    self.seen[part, pl.ds(i, 64)] = y
+        def node_keys(chunk):
+            return self._keys(tile, 0, plan.wide, chunk)
 
+        def past_keys(chunk):
+            parts = range(plan.past_parts)
+            return [self._past(tile, part, chunk) for part in parts]
+
+        own = [(i * plan.wide, node_keys, plan.wide) for i in range(2)]
+        past = [(i, past_keys, plan.records) for i in first]
+        system, weights, *seen = self._multiply_keys(tile, [*own, *past])
+        if plan.preparing > 1:
+            last = self.group == plan.groups - 1
+            pl.when(last)(lambda: self._write_seen(tile, seen))
+        else:
+            self._write_seen(tile, seen)
+        plgpu.commit_smem()
+        self.arrive("seen_here", tile.buffer)
         return system, weights
 
-    def _write_records(self, records, row):
-        there = self._there(row)
+    def await_tile(self, tile):
+        """Wait for what others have prepared for all heads of a tile."""
+        super().await_tile(tile)
+        self.wait("seen_here", tile.buffer)
+
+    def _write_seen(self, tile, seen):
+        for i, x in zip(self.plan.seen_first, seen, strict=True):
+            if i > 0:  # overwrites what lies below the last key
+                steps.barrier(interpret=self.interpret)
+            for part, y in enumerate(self._split(x)):
+                self.seen[tile.buffer, part, pl.ds(i, 64)] = y
+
+    def _write_records(self, tile, records):
+        there = self._there(tile.row)
         zero = jnp.zeros((), records[0].dtype)
-        for chunk, x in zip(self._own_chunks(), records, strict=True):
+        for chunk, x in zip(self.own_chunks(), records, strict=True):
             # Of what is no record nothing may come near a product, not even times 0.
             x = jnp.where(there, x, zero)
             for part, y in enumerate(dots.split(x, self.plan.past_parts)):
-                self._past(part, chunk).transpose((1, 0))[...] = y
-            pl.when(row.fold)(functools.partial(self._write_folds, chunk, x))
+                self._past(tile, part, chunk).transpose((1, 0))[...] = y
+            write = functools.partial(self._write_folds, tile, chunk, x)
+            pl.when(tile.row.fold)(write)
 
-    def _write_folds(self, chunk, keys):
+    def _write_folds(self, tile, chunk, keys):
         # wgmma takes these with records along the rows, the other ones along columns.
         for part, x in enumerate(dots.split(keys, self.plan.fold_parts)):
-            self.folds[part, chunk] = x
+            self.folds[tile.buffer, part, chunk] = x
 
-    def _past(self, part, chunk):
+    def _past(self, tile, part, chunk):
         """Return where a part of the records' keys lies: in rows below the queries."""
         plan = self.plan
         layer, key_part = divmod(part, plan.key_parts)
         rows = pl.ds(2 * plan.wide + layer * plan.records, plan.records)
-        return self.keys.at[key_part, chunk, rows]
+        return self.keys.at[tile.buffer, key_part, chunk, rows]
 
-    def _past_keys(self, chunk):
-        return [self._past(part, chunk) for part in range(self.plan.past_parts)]
-
-    def _node_keys(self, chunk):
-        return self._keys(0, self.plan.wide, chunk)
-
-    def _prepare_head(self, turn, gates, bits, grams, row):
+    def _prepare_head(self, tile, turn, gates, known, grams):
         gates, decays = gates
-        self._prepare_past(turn, decays, row)
-        super()._prepare_head(turn, gates, bits, grams, row)
+        self._prepare_past(turn, decays, tile.row)
+        super()._prepare_head(tile, turn, gates, known, grams)
 
     def _prepare_past(self, turn, decays, row):
         """Write exp(H - h_j) and exp(H); what follows a record is summed anew."""
@@ -182,52 +187,68 @@ class Warpgroup(tree_verify.Warpgroup):
         # The vectors are about to hold what decays the nodes.
         steps.barrier(interpret=self.interpret)
 
-    def read_before(self, turn, found, row):
-        """Return W^T (K_h [K; Q]^T): what keys and queries read from the records."""
+    def read_state(self, tile, turn, slots, found):
+        """Return S_0 [K; Q]^T = e^H S [K; Q]^T + W^T (K_h [K; Q]^T)."""
+        read = super().read_state(tile, turn, slots, found)
         nodes = pl.ds(0, 2 * self.plan.wide)
         right = [
-            self.seen.at[part, nodes].transpose((1, 0))
+            self.seen.at[tile.buffer, part, nodes].transpose((1, 0))
             for part in range(self.plan.parts)
         ]
-        left = self._split(self._written(turn, found, row))
-        return self._multiply(self._products(left, right), 2 * self.plan.wide)
+        left = self._split(self._written(turn, found, tile.row))
+        start = self._remaining(turn) * read
+        return self._multiply(self._products(left, right), 2 * self.plan.wide, start)
 
-    def read_state(self, turn, before):
-        """Return S_0 [K; Q]^T."""
-        return self._remaining(turn) * super().read_state(turn, None) + before
-
-    def rewrite(self, place, turn, found, row):
+    def rewrite(self, tile, turn, slots, found):
         """Write S_0 in rows that fold, over S in shared and in global memory."""
+        row, head, line = tile.place
 
-        @pl.when(row.fold & (row.count > 0))
+        @pl.when(self._folds(tile.row))
         def _():
             # The rows are operands of wgmma: all warps have to be done with them.
             steps.barrier(interpret=self.interpret)
-            written = dots.split(self._written(turn, found, row), plans.FOLD_PARTS)
-            for chunk in range(self.plan.chunks):
-                self._rewrite_chunk(turn, written, chunk)
+            written = self._written(turn, found, tile.row)
+            written = dots.split(written, plans.FOLD_PARTS)
+            for chunk, slot in enumerate(slots):
+                self._rewrite_chunk(tile, turn, written, chunk, self.rows.at[slot])
             plgpu.commit_smem()
-            lines, here = self._window(place.line, self.plan.lines, tree_plans.LINES)
-            plgpu.copy_smem_to_gmem(
-                self.rows.at[here],
-                self.arrays.state.at[place.row, place.head + turn, lines],
-            )
-            # The next rows are about to take this place.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            lines, here = self._window(line, self.plan.lines, tree_plans.LINES)
+            for chunk, slot in enumerate(slots):
+                columns = self._columns(chunk)
+                plgpu.copy_smem_to_gmem(
+                    self.rows.at[slot, here],
+                    self.arrays.state.at[row, head + turn, lines, columns],
+                )
 
-    def _rewrite_chunk(self, turn, written, chunk):
-        rows = self.rows.at[:, self._columns(chunk)]
+    def _rewrite_chunk(self, tile, turn, written, chunk, rows):
         stored = plgpu.load(rows, layout=steps.TILE).astype(jnp.float32)
         keys = [
-            self.folds.at[part, chunk].transpose((1, 0))
+            self.folds.at[tile.buffer, part, chunk].transpose((1, 0))
             for part in range(self.plan.fold_parts)
         ]
-        tile = self._multiply(
+        total = self._multiply(
             self._products(written, keys),
             self.plan.chunk,
             self._remaining(turn) * stored,
         )
-        rows[...] = tile.astype(rows.dtype)
+        rows[...] = total.astype(rows.dtype)
+
+    def _folds(self, row):
+        return row.fold & (row.count > 0)
+
+    def refill(self, tile, turn, slots):
+        """Start to copy what comes next over rows that were not rewritten."""
+        refill = functools.partial(super().refill, tile, turn, slots)
+        pl.when(jnp.logical_not(self._folds(tile.row)))(refill)
+
+    def refill_rewritten(self, tile, turn, slots):
+        """Start to copy what comes next over rewritten rows, once they have left."""
+        refill = functools.partial(super().refill, tile, turn, slots)
+
+        @pl.when(self._folds(tile.row))
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            refill()
 
     def _written(self, turn, found, row):
         """Return W^T, 0 where there is no record."""

@@ -16,6 +16,14 @@ class Plan(plans.Plan):
 
     spec: specs.Spec
 
+    FEW = ({"separate": True, "ahead": 2}, {"separate": True}, {})
+    MANY = (
+        {"separate": True, "ahead": 1, "staged": True},
+        {"separate": True, "ahead": 1},
+        {"separate": True, "staged": True},
+        {"staged": True},
+    )
+
     @property
     def records(self) -> int:
         """Records of a row, rounded up to what the K of wgmma is a multiple of."""
@@ -51,13 +59,22 @@ class Plan(plans.Plan):
         return max(super().key_rows, 2 * self.wide + layers * self.records)
 
     @property
+    def barriers(self) -> dict[str, plans.Barriers]:
+        """Barriers: of records, and of what is seen of them, which all write."""
+        return super().barriers | {
+            "past_here": plans.Barriers(True, 1, self.preparing),
+            "seen_here": plans.Barriers(True, self.key_buffers, self.preparing),
+        }
+
+    @property
     def buffers(self) -> tuple[int, ...]:
         """Bytes of each buffer of a block."""
         teams = self.config.teams
+        buffers = teams * self.key_buffers
         return (
             *super().buffers,
-            teams * self.parts * self.seen_rows * self.records * 2,
-            teams * self.fold_parts * self.spec.key_dim * self.records * 2,
+            buffers * self.parts * self.seen_rows * self.records * 2,
+            buffers * self.fold_parts * self.spec.key_dim * self.records * 2,
             teams * self.config.heads * 2 * 64 * 4,
         )
 

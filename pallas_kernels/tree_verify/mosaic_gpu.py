@@ -105,12 +105,12 @@ def launcher(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.tree_verify import mosaic_gpu_kernel
+    from pallas_kernels.tree_verify import mosaic_gpu_schedule
 
     spec = plan.spec
     shape = (spec.batch, spec.nodes, spec.value_heads, spec.value_dim)
     body = functools.partial(
-        mosaic_gpu_kernel.kernel, plan=plan, interpret=interpret, warpgroup=warpgroup
+        mosaic_gpu_schedule.kernel, plan=plan, interpret=interpret, warpgroup=warpgroup
     )
     call = plgpu.kernel(
         body,
@@ -163,28 +163,25 @@ def scratch(plan: plans.Plan, interpret: bool) -> dict[str, Any]:
             return operand(shape, dtype)
         return plgpu.RefUnion(operand(shape, dtype), operand(shape, dtype, tiled=False))
 
-    heads, teams = plan.config.heads, plan.config.teams
-    threads = plan.warpgroups
-    keys = (teams, plan.key_parts, plan.chunks, plan.key_rows, plan.chunk)
+    heads, teams, solvers = plan.config.heads, plan.config.teams, plan.solvers
+    parts = (plan.key_parts, plan.chunks)
+    keys = (teams, plan.key_buffers, *parts, plan.key_rows, plan.chunk)
     matrix = (teams, heads, plan.parts, plan.wide + 64, plan.deep)
-    state = (threads, plans.LINES, plan.spec.key_dim)
-    tile = (threads, plan.wide, plans.LINES)
-    team = functools.partial(plgpu.Barrier, num_barriers=teams)
+    state = (solvers, plan.stages, plans.LINES, plan.chunk)
+    tile = (solvers, plan.wide, plans.LINES)
     buffers = {
         "rows": operand(state, plan.spec.state_dtype),
         "matrix": operand(matrix, jnp.bfloat16),
         "shared": plgpu.SMEM((teams, heads, 2, 64), jnp.float32),
-        "vectors": plgpu.SMEM((threads, 3, 2, 64), jnp.float32),
+        "vectors": plgpu.SMEM((plan.warpgroups, 3, 2, 64), jnp.float32),
         "keys": copied(keys, jnp.bfloat16),
-        "keys_here": team(num_arrivals=plan.key_arrivals),
-        "keys_free": team(num_arrivals=plan.groups),
-        "rows_here": plgpu.Barrier(num_arrivals=1 + plan.copied, num_barriers=threads),
-        "matrix_here": team(num_arrivals=plan.groups),
-        "matrix_free": team(num_arrivals=plan.groups),
     }
     if plan.copied:
         buffers["values"] = copied(tile, jnp.bfloat16)
     for name, dtype in plan.staged.items():
-        halves = operand((threads, 2, plan.wide, 32), jnp.float32, tiled=False)
+        halves = operand((solvers, 2, plan.wide, 32), jnp.float32, tiled=False)
         buffers[name] = halves if dtype == "float32" else copied(tile, dtype)
+    for name, (of_team, count, arrivals) in plan.barriers.items():
+        number = count * (teams if of_team else solvers)
+        buffers[name] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
     return buffers

@@ -11,15 +11,7 @@ from pallas_kernels import dots
 from pallas_kernels.tree_verify import mosaic_gpu_plan as plans
 from pallas_kernels.tree_verify import mosaic_gpu_steps as steps
 
-TEAM_BUFFERS = (
-    "keys",
-    "matrix",
-    "shared",
-    "keys_here",
-    "keys_free",
-    "matrix_here",
-    "matrix_free",
-)
+TEAM_BUFFERS = ("keys", "matrix", "shared")
 
 
 class Arrays(NamedTuple):
@@ -53,11 +45,27 @@ class Place(NamedTuple):
     line: Any
 
 
+class Tile(NamedTuple):
+    """What a team is at work on.
+
+    Attributes:
+      number: of the tile.
+      place: where it lies.
+      row: what is known of its row of the batch.
+      buffer: which buffer its keys are in.
+    """
+
+    number: Any
+    place: Place
+    row: Any
+    buffer: Any
+
+
 class Copies:
     """One warpgroup: its part of the buffers in shared memory, and what fills them.
 
-    `buffers` are those of `mosaic_gpu`: a team has keys, matrices and barriers in
-    common; rows of the state, values and vectors belong to a warpgroup.
+    `buffers` are those of `mosaic_gpu`: a team has keys, matrices and most barriers in
+    common; rows of the state and values belong to a warpgroup that solves.
 
     An op that extends `tree_verify` subclasses this, and names its arrays and what else
     a team has in common.
@@ -66,30 +74,45 @@ class Copies:
     arrays_type: Any = Arrays
     team_buffers: tuple[str, ...] = TEAM_BUFFERS
 
-    keys: Any  # [parts, chunks, rows of K and then of Q, chunk]
+    keys: Any  # [buffers, parts, chunks, rows of K and then of Q, chunk]
     keys_copy: Any
-    rows: Any  # of the state [64, Dk]
+    rows: Any  # of the state [buffers, 64, chunk]
     values: Any  # [n, 64]
     values_copy: Any
     matrix: Any  # [heads, parts, rows of -A and then of the weights, n]
     shared: Any  # exp(c_t) and beta_t of each head [heads, 2, 64]
     vectors: Any  # scratch
-    rows_here: Any  # barriers
-    keys_here: Any
-    keys_free: Any
-    matrix_here: Any
-    matrix_free: Any
 
     def __init__(self, plan, interpret, arrays, buffers):
         self.plan, self.interpret, self.arrays = plan, interpret, arrays
         me = lax.axis_index("group")
-        self.team, self.group = lax.div(me, plan.groups), lax.rem(me, plan.groups)
+        self.team, self.group = lax.div(me, plan.members), lax.rem(me, plan.members)
+        self.prepares = self.group == plan.groups if plan.config.separate else None
+        # The last member of a separate team has no rows; its number is not used.
+        self.solver = self.team * plan.groups + lax.min(self.group, plan.groups - 1)
+        self.stride = plan.blocks * plan.config.teams
+        self.barriers = {name: buffers.pop(name) for name in plan.barriers}
         for name, buffer in buffers.items():
-            own = self.team if name in self.team_buffers else me
+            own = self.team if name in self.team_buffers else self.solver
+            own = me if name == "vectors" else own
             # Some memory has a second name, for copies: see `mosaic_gpu`.
             two = buffer if name in plan.twice and not interpret else [buffer] * 2
             setattr(self, name, two[0].at[own])
             setattr(self, f"{name}_copy", two[1].at[own])
+
+    def barrier(self, name, number=0):
+        """Return one of the team's or the warpgroup's barriers of a name."""
+        kind = self.plan.barriers[name]
+        owner = self.team if kind.of_team else self.solver
+        return self.barriers[name].at[owner * kind.count + number]
+
+    def wait(self, name, number=0):
+        """Wait at a barrier."""
+        plgpu.barrier_wait(self.barrier(name, number))
+
+    def arrive(self, name, number=0):
+        """Arrive at a barrier."""
+        plgpu.barrier_arrive(self.barrier(name, number))
 
     def place(self, tile):
         """Return where tile number `tile` lies."""
@@ -101,24 +124,34 @@ class Copies:
             line=part * plan.config.block_v + self.group * plans.LINES,
         )
 
+    def later(self, tile, turn, heads):
+        """Return tile and turn of the head that is so many after another."""
+        turns = turn + heads
+        tiles = lax.div(turns, self.plan.config.heads)
+        return tile + tiles * self.stride, turns - tiles * self.plan.config.heads
+
     def fetch_row(self, tile):
-        """Read what has to be known of the row of a tile ahead: here nothing."""
-        del tile
-        return ()
+        """Read what is to be known of the row of a tile."""
+        row, arrays = self.place(tile).row, self.arrays
+        return Row(arrays.sizes[row], arrays.sweeps[row])
 
-    def row(self, place, known):
-        """Return what is known of the row of a tile; `known` is of `fetch_row`."""
-        del known
-        arrays = self.arrays
-        return Row(arrays.sizes[place.row], arrays.sweeps[place.row])
+    def fetch_tile(self, tile):
+        """Read gates and records of a tile."""
+        return self._fetch_gates(tile.place), self.load_records(tile)
 
-    def fetch_keys(self, tile):
-        """Start to copy keys and queries; the first warpgroup does it for its team."""
+    def release_keys(self, tile, following):
+        """Wait until the team has read its keys, and start to copy others."""
+        self.wait("keys_free", tile.buffer)
+        self.fetch_keys(following.number, following.buffer)
+
+    def fetch_keys(self, tile, buffer):
+        """Start to copy keys and queries; one warpgroup does it for its team."""
         plan, arrays = self.plan, self.arrays
         if not plan.copied:
             return
+        mine = self.group == (plan.groups if plan.config.separate else 0)
 
-        @pl.when(self.group == 0)
+        @pl.when(mine & (tile < plan.tiles))
         def _():
             row, head, _ = self.place(tile)
             key_head = lax.div(head, plan.spec.group)
@@ -127,24 +160,61 @@ class Copies:
                 for chunk in range(plan.chunks):
                     plgpu.copy_gmem_to_smem(
                         source.at[row, at, key_head, self._columns(chunk)],
-                        self.keys_copy.at[0, chunk, pl.ds(i * plan.wide, to.size)],
-                        self.keys_here,
+                        self.keys_copy.at[
+                            buffer, 0, chunk, pl.ds(i * plan.wide, to.size)
+                        ],
+                        self.barrier("keys_here", buffer),
                     )
 
-    def fetch_rows(self, tile, turn):
-        """Start to copy rows of a head's state, and its values."""
-        plan, arrays = self.plan, self.arrays
+    def slots(self, step, turn):
+        """Return the buffers in which the chunks of a head's state lie: a ring."""
+        first = (step * self.plan.config.heads + turn) * self.plan.chunks
+        chunks = range(self.plan.chunks)
+        return [lax.rem(first + chunk, self.plan.stages) for chunk in chunks]
+
+    def start_rows(self, tile):
+        """Start to copy into all buffers, from the first head of a tile on."""
+        for slot in range(self.plan.stages):
+            heads, chunk = divmod(slot, self.plan.chunks)
+            self._fetch_chunk(*self.later(tile, 0, heads), chunk, slot)
+
+    def refill(self, tile, turn, slots):
+        """Start to copy what comes next into the buffers of a head."""
+        for chunk, slot in enumerate(slots):
+            heads, chunk = divmod(chunk + self.plan.stages, self.plan.chunks)
+            self._fetch_chunk(*self.later(tile.number, turn, heads), chunk, slot)
+
+    def refill_rewritten(self, tile, turn, slots):
+        """Do what `refill` left undone: here nothing."""
+        del tile, turn, slots
+
+    def _fetch_chunk(self, tile, turn, chunk, slot):
+        row, head, line = self.place(tile)
+        lines, here = self._window(line, self.plan.lines, plans.LINES)
+
+        @pl.when(tile < self.plan.tiles)
+        def _():
+            plgpu.copy_gmem_to_smem(
+                self.arrays.state.at[row, head + turn, lines, self._columns(chunk)],
+                self.rows.at[slot, here],
+                self.barrier("rows_here", slot),
+            )
+
+    def fetch_values(self, tile, turn):
+        """Start to copy the values of a head, of the lines of the warpgroup."""
+        plan = self.plan
+        if not plan.copied:
+            return
         row, head, line = self.place(tile)
         lines, here = self._window(line, plan.lines, plans.LINES)
-        plgpu.copy_gmem_to_smem(
-            arrays.state.at[row, head + turn, lines], self.rows.at[here], self.rows_here
-        )
-        if plan.copied:
-            at, to = self._window(lax.min(tile, 0), plan.spec.nodes, plan.wide)
+        at, to = self._window(lax.min(tile, 0), plan.spec.nodes, plan.wide)
+
+        @pl.when(tile < plan.tiles)
+        def _():
             plgpu.copy_gmem_to_smem(
-                arrays.v.at[row, at, head + turn, lines],
+                self.arrays.v.at[row, at, head + turn, lines],
                 self.values_copy.at[to, here],
-                self.rows_here,
+                self.barrier("values_here"),
             )
 
     def _window(self, start, size, padded):
@@ -156,13 +226,12 @@ class Copies:
     def _columns(self, chunk):
         return pl.ds(chunk * self.plan.chunk, self.plan.chunk)
 
-    def fetch_gates(self, tile):
+    def _fetch_gates(self, place):
         """Read log decay and beta, a number a thread, of the heads it prepares."""
-        row, head, _ = self.place(tile)
         found = []
-        for turn in self._own_turns():
-            at = head + lax.min(turn, self.plan.config.heads - 1)
-            found.append(self._fetch_head_gates(row, at))
+        for turn in self.own_turns():
+            at = place.head + lax.min(turn, self.plan.config.heads - 1)
+            found.append(self._fetch_head_gates(place.row, at))
         return tuple(found)
 
     def _fetch_head_gates(self, row, head):
@@ -171,49 +240,54 @@ class Copies:
         ]
         return steps.load_vectors(sources, interpret=self.interpret)
 
-    def load_records(self, place, row):
-        """Read what a team needs of a tile beside its tree: here nothing."""
-        del place, row
+    def load_records(self, tile):
+        """Read the records that a tile needs: here none."""
+        del tile
         return ()
 
-    def fetch_head(self, tile, turn, row, known):
-        """Read what a head needs beside rows and values: here nothing.
-
-        `row` is that of the tile before where `turn` is 0; then `known` is that of
-        `fetch_row`.
-        """
-        del tile, turn, row, known
+    def fetch_head(self, tile, turn):
+        """Read what a head needs beside rows and values: here nothing."""
+        del tile, turn
         return ()
 
-    def _own_turns(self):
+    def own_turns(self):
         """Return which heads of a tile the warpgroup prepares for its team."""
+        if self.plan.config.separate:
+            return list(range(self.plan.config.heads))
         first = range(0, self.plan.config.heads, self.plan.groups)
         return [self.group + turn for turn in first]
 
-    def load_ancestors(self, place):
-        """Read who is an ancestor of whom, and who a strict one, as bits."""
-        shape = (64, self.plan.wide)
-        source = self.arrays.ancestors.at[place.row]
-        return steps.load_bits(source, shape, interpret=self.interpret)
+    def own_chunks(self):
+        """Return which chunks of keys the warpgroup writes for its team."""
+        chunks = self.plan.chunks
+        if self.plan.config.separate:
+            return list(range(chunks))
+        first = range(0, chunks, self.plan.groups)
+        return [lax.min(self.group + chunk, chunks - 1) for chunk in first]
 
-    def await_keys(self, place, step):
+    def fetch_ancestors(self, place):
+        """Read who is an ancestor of whom, a byte each."""
+        shape = (64, self.plan.wide)
+        return steps.load_bytes(
+            self.arrays.ancestors, place.row, shape, interpret=self.interpret
+        )
+
+    def pack_ancestors(self, square):
+        """Return the masks of ancestors and of strict ones, a bit each."""
+        nodes = self.plan.spec.nodes
+        return steps.pack(square, nodes, interpret=self.interpret)
+
+    def await_keys(self, tile):
         """Wait for keys and queries, or write their bfloat16 parts."""
         if not self.plan.copied:
-
-            @pl.when(step > 0)
-            def _():
-                plgpu.barrier_wait(self.keys_free)
-
-            for chunk in range(self.plan.chunks):
-                pl.when(self.group == chunk % self.plan.groups)(
-                    lambda chunk=chunk: self._convert_keys(place, chunk)
-                )
+            for chunk in self.own_chunks():
+                self._convert_keys(tile, chunk)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(self.keys_here)
-        plgpu.barrier_wait(self.keys_here)
+            self.arrive("keys_here", tile.buffer)
+        self.wait("keys_here", tile.buffer)
 
-    def _convert_keys(self, place, chunk):
-        plan = self.plan
+    def _convert_keys(self, tile, chunk):
+        plan, place = self.plan, tile.place
         key_head = lax.div(place.head, plan.spec.group)
         for i, source in enumerate((self.arrays.k, self.arrays.q)):
             source = source.at[place.row, :, key_head, self._columns(chunk)]
@@ -224,17 +298,12 @@ class Copies:
                 steps.barrier(interpret=self.interpret)
             for part, y in enumerate(self._split(x)):
                 # The queries overwrite what the keys leave below their last row.
-                self.keys[part, chunk, pl.ds(i * plan.wide, 64)] = y
-
-    def release_keys(self, more, tile):
-        """Wait until the team has read its keys, and start to copy others."""
-        if self.plan.copied:
-            plgpu.barrier_wait(self.keys_free)
-            pl.when(more)(lambda: self.fetch_keys(tile))
+                self.keys[tile.buffer, part, chunk, pl.ds(i * plan.wide, 64)] = y
 
     def read_values(self, place, turn):
         """Return V^T."""
         if self.plan.copied:
+            self.wait("values_here")
             values = self.values.transpose((1, 0))
             return plgpu.load(values, layout=steps.TILE).astype(jnp.float32)
         lines = pl.ds(place.line, self.plan.lines)

@@ -1,10 +1,8 @@
-"""The kernel of `mosaic_gpu`: what a warpgroup does with the tiles of its team.
+"""What a warpgroup of `mosaic_gpu` computes; mosaic_gpu_schedule says when.
 
 All is transposed, nodes along the short side: S [K; Q]^T is [64, 2 n], R^T and U^T are
 [64, n], and a sweep U^T <- R^T - U^T A^T takes U^T from the registers.
 """
-
-import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,29 +19,43 @@ SYSTEM, WEIGHTS = 0, 1  # the two matrices
 class Warpgroup(copies.Copies):
     """One warpgroup: how it solves its part of a head."""
 
-    def prepare(self, gates, records, bits, row, wait):
-        """Write -A and the weights [t, i] of every head, exp(c_t) and beta_t.
+    def prepare_tile(self, tile, records):
+        """Return the products of keys, and of queries, with keys."""
+        del records
+        wide = self.plan.wide
 
-        `records` are those of `load_records`. The warpgroups of a team share the heads
-        out. All wait until the team is done with what was prepared before.
+        def keys(chunk):
+            return self._keys(tile, 0, wide, chunk)
+
+        return self._multiply_keys(tile, [(0, keys, wide), (wide, keys, wide)])
+
+    def await_tile(self, tile):
+        """Wait for what others have prepared for all heads of a tile."""
+        if self.plan.config.separate:
+            self.wait("keys_here", tile.buffer)
+
+    def prepare_head(self, tile, turn, gates, known, grams, wait):
+        """Write -A and the weights [t, i] of a head, exp(c_t) and beta_t.
+
+        If `wait`, only when the team is done with what was there before.
         """
-        pl.when(wait)(lambda: plgpu.barrier_wait(self.matrix_free))
-        heads = self.plan.config.heads
-        grams = self._grams(records, row)
-        for turn, own in zip(self._own_turns(), gates, strict=True):
-            prepare = functools.partial(self._prepare_head, turn, own, bits, grams, row)
-            if heads % self.plan.groups == 0:
-                prepare()
-            else:
-                pl.when(turn < heads)(prepare)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.matrix_here)
 
-    def _prepare_head(self, turn, gates, bits, grams, row):
-        del row
+        def prepare():
+            pl.when(wait)(lambda: self.wait("matrix_free", turn))
+            self._prepare_head(tile, turn, gates, known, grams)
+            plgpu.commit_smem()
+            self.arrive("matrix_here", turn)
+
+        if isinstance(turn, int) or self.plan.config.heads % self.plan.groups == 0:
+            prepare()
+        else:
+            pl.when(turn < self.plan.config.heads)(prepare)
+
+    def _prepare_head(self, tile, turn, gates, known, grams):
+        del tile
         related, strict = (
             steps.unpack(x, (64, self.plan.wide), interpret=self.interpret)
-            for x in bits
+            for x in known
         )
         decay, total, strength = self._path_decay(gates, related)
         self.shared[turn, 0] = jnp.exp(total)
@@ -75,13 +87,7 @@ class Warpgroup(copies.Copies):
         # Between unrelated nodes the difference may be large, and is not used.
         return jnp.exp(high + low), sum(by_row), strength
 
-    def _grams(self, records, row):
-        """Return the products of keys, and of queries, with keys."""
-        del records, row
-        wide, keys = self.plan.wide, functools.partial(self._keys, 0, self.plan.wide)
-        return self._multiply_keys([(0, keys, wide), (wide, keys, wide)])
-
-    def _multiply_keys(self, factors):
+    def _multiply_keys(self, tile, factors):
         """Multiply 64 rows of [K; Q] with others, for each of the factors.
 
         A factor is the first row, a function that returns a chunk of the others in
@@ -92,7 +98,7 @@ class Warpgroup(copies.Copies):
             pairs = []
             for chunk in range(self.plan.chunks):
                 right = [x.transpose((1, 0)) for x in others(chunk)]
-                pairs += self._products(self._keys(first, 64, chunk), right)
+                pairs += self._products(self._keys(tile, first, 64, chunk), right)
             lists.append(pairs)
         shapes = [(64, count) for *_, count in factors]
         return steps.multiply_each(lists, shapes, interpret=self.interpret)
@@ -102,23 +108,20 @@ class Warpgroup(copies.Copies):
             # The weights overwrite what the system leaves below its last row.
             self.matrix[turn, part, pl.ds(which * self.plan.wide, 64)] = self._pad(y)
 
-    def read_before(self, turn, found, row):
-        """Return what keys and queries read elsewhere: here nothing."""
-        del turn, found, row
-
-    def rewrite(self, place, turn, found, row):
+    def rewrite(self, tile, turn, slots, found):
         """Write rows of the state, which `rows` holds: here nothing."""
-        del place, turn, found, row
+        del tile, turn, slots, found
 
-    def read_state(self, turn, before):
-        """Return S [K; Q]^T."""
-        del turn, before
+    def read_state(self, tile, turn, slots, found):
+        """Wait for a head's state, and return S [K; Q]^T."""
+        del turn, found
         plan = self.plan
         total, pairs = None, []
-        for chunk in range(plan.chunks):
-            right = self._keys(0, 2 * plan.wide, chunk)
+        for chunk, slot in enumerate(slots):
+            right = self._keys(tile, 0, 2 * plan.wide, chunk)
             right = [x.transpose((1, 0)) for x in right]
-            rows = self.rows.at[:, self._columns(chunk)]
+            self.wait("rows_here", slot)
+            rows = self.rows.at[slot]
             if self.rows.dtype == jnp.bfloat16:
                 pairs += self._products([rows], right)
                 continue
@@ -167,10 +170,10 @@ class Warpgroup(copies.Copies):
     def _multiply(self, pairs, columns, start=None):
         return steps.multiply(pairs, (64, columns), start, interpret=self.interpret)
 
-    def _keys(self, first, count, chunk):
+    def _keys(self, tile, first, count, chunk):
         """Return rows of [K; Q], in parts."""
-        parts = range(self.plan.key_parts)
-        return [self.keys.at[part, chunk, pl.ds(first, count)] for part in parts]
+        rows, parts = pl.ds(first, count), range(self.plan.key_parts)
+        return [self.keys.at[tile.buffer, part, chunk, rows] for part in parts]
 
     def _column(self, ref):
         ref = ref.at[pl.ds(0, self.plan.wide)]
@@ -196,74 +199,3 @@ class Warpgroup(copies.Copies):
             return x
         zeros = plgpu.layout_cast(jnp.zeros((64, room), x.dtype), steps.TILE)
         return jnp.concatenate([x, zeros], axis=1)
-
-
-def kernel(*refs, plan, interpret, warpgroup=Warpgroup, **buffers):
-    """Take the team's tiles in turn, and the value heads of each.
-
-    While a head is solved, the next one's rows and values are on their way. `warpgroup`
-    says what is done, in the order that this function gives.
-    """
-    arrays = warpgroup.arrays_type(*refs)
-    group = warpgroup(plan, interpret, arrays, buffers)
-    team = lax.axis_index("block") * plan.config.teams + group.team
-    stride = plan.blocks * plan.config.teams
-
-    def one_tile(step, ahead):
-        gates, known, first = ahead
-        tile = team + step * stride
-        next_tile = jnp.where(tile + stride < plan.tiles, tile + stride, tile)
-        place = group.place(tile)
-        row, known = group.row(place, known), group.fetch_row(next_tile)
-        bits, records = group.load_ancestors(place), group.load_records(place, row)
-        group.await_keys(place, step)
-        group.prepare(gates, records, bits, row, step > 0)
-        plgpu.barrier_wait(group.matrix_here)
-        gates = group.fetch_gates(next_tile)
-
-        def one_head(turn, found):
-            last = turn == plan.config.heads - 1
-            more = jnp.logical_not(last) | (next_tile > tile)
-            following = jnp.where(last, next_tile, tile), jnp.where(last, 0, turn + 1)
-            before = group.read_before(turn, found, row)
-            plgpu.barrier_wait(group.rows_here)
-            read = group.read_state(turn, before)
-            values = group.read_values(place, turn)
-            group.rewrite(place, turn, found, row)
-            pl.when(last)(lambda: plgpu.barrier_arrive(group.keys_free))
-            # A fence too: a barrier alone lets the copy engine overtake plain loads
-            # of what it is about to overwrite, and then a value in a million is wrong.
-            plgpu.commit_smem()
-            pl.when(more)(lambda: group.fetch_rows(*following))
-            # Only now: the fence waits for loads that are on their way.
-            found = group.fetch_head(*following, row, known)
-            pl.when(last)(lambda: group.release_keys(more, next_tile))
-            solved, there, start = group.solve(turn, read, values, row)
-            group.await_sent()
-            group.store("pseudo_values", solved, place, turn)
-            seen = group.look(turn, solved, there, start)
-            pl.when(last)(lambda: plgpu.barrier_arrive(group.matrix_free))
-            group.store("output", seen, place, turn)
-            group.send(place, turn)
-            return found
-
-        found = lax.fori_loop(0, plan.config.heads, one_head, first)
-        return gates, known, found
-
-    @pl.when(team < plan.tiles)
-    def _():
-        group.fetch_keys(team)
-        group.fetch_rows(team, 0)
-
-    count = lax.div(plan.tiles - team + stride - 1, stride)
-    first = lax.min(team, plan.tiles - 1)
-    known = group.fetch_row(first)
-    ahead = group.fetch_gates(first), known, group.fetch_head(first, 0, None, known)
-    lax.fori_loop(0, count, one_tile, ahead)
-    group.finish()
-
-    @pl.when(count > 0)
-    def _():
-        plgpu.barrier_wait(group.matrix_free)
-        if not plan.copied:
-            plgpu.barrier_wait(group.keys_free)

@@ -1,8 +1,9 @@
 """How the Mosaic GPU kernel is cut: configuration, choice and the sizes that follow."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
@@ -13,6 +14,7 @@ CORES = 132  # of an H100 or H200
 SHARED_MEMORY = 227 * 1024  # bytes, of a block
 BARRIERS = 4096  # bytes of it that are kept for barriers and alignment
 MOST_WARPGROUPS = 8
+MOST_BARRIERS = 32  # that Mosaic keeps as one array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,10 @@ class Config:
       teams: teams in a block.
       blocks: most blocks on the device; each takes tiles until none is left.
       staged: whether outputs are collected in shared memory and copied from there.
+      ahead: chunks of 64 columns of the state that a warpgroup has buffers for beyond
+        those of one head: they are filled while it is at work on that head.
+      separate: whether a team has one warpgroup more, which prepares a tile while the
+        others solve the one before.
     """
 
     block_v: int
@@ -32,14 +38,37 @@ class Config:
     teams: int = 1
     blocks: int = CORES
     staged: bool = False
+    ahead: int = 0
+    separate: bool = False
+
+
+class Barriers(NamedTuple):
+    """How many barriers each team has, else each warpgroup; arrivals that one takes."""
+
+    of_team: bool
+    count: int
+    arrivals: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes that follow from a call and a configuration."""
+    """The sizes that follow from a call and a configuration.
+
+    FEW and MANY are configurations to try for few and for many nodes, best first.
+    """
 
     spec: specs.Spec
     config: Config
+
+    FEW: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"separate": True, "teams": 2},
+        {"separate": True, "ahead": 2},
+        {"teams": 2},
+    )
+    MANY: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"separate": True, "ahead": 1, "staged": True},
+        {"staged": True},
+    )
 
     @property
     def wide(self) -> int:
@@ -74,9 +103,26 @@ class Plan:
         return self.wide + 64
 
     @property
-    def key_arrivals(self) -> int:
-        """Arrivals at the barrier of the keys: copies of chunks, or warpgroups."""
-        return 2 * self.chunks if self.copied else self.groups
+    def key_buffers(self) -> int:
+        """Tiles whose keys have a buffer."""
+        return 1 + self.config.separate
+
+    @property
+    def barriers(self) -> dict[str, Barriers]:
+        """Barriers: of each buffer of keys, of each head's matrices, of rows, values.
+
+        At those of keys arrive copies of chunks, or the warpgroups that write them.
+        """
+        keys = functools.partial(Barriers, True, self.key_buffers)
+        heads = functools.partial(Barriers, True, self.config.heads)
+        return {
+            "keys_here": keys(2 * self.chunks if self.copied else self.preparing),
+            "keys_free": keys(self.groups),
+            "matrix_here": heads(1),
+            "matrix_free": heads(self.groups),
+            "rows_here": Barriers(False, self.stages, 1),
+            "values_here": Barriers(False, 1, 1),
+        }
 
     @property
     def chunk(self) -> int:
@@ -89,19 +135,39 @@ class Plan:
         return self.spec.key_dim // self.chunk
 
     @property
+    def stages(self) -> int:
+        """Chunks of the state that a warpgroup has buffers for."""
+        return self.chunks + self.config.ahead
+
+    @property
     def lines(self) -> int:
         """Rows of the state that a warpgroup finds there."""
         return min(LINES, self.spec.value_dim)
 
     @property
     def groups(self) -> int:
-        """Warpgroups of a team."""
+        """Warpgroups of a team that solve."""
         return self.config.block_v // LINES
+
+    @property
+    def preparing(self) -> int:
+        """Warpgroups of a team that prepare."""
+        return 1 if self.config.separate else self.groups
+
+    @property
+    def members(self) -> int:
+        """Warpgroups of a team."""
+        return self.groups + self.config.separate
+
+    @property
+    def solvers(self) -> int:
+        """Warpgroups of a block that solve."""
+        return self.groups * self.config.teams
 
     @property
     def warpgroups(self) -> int:
         """Warpgroups of a block."""
-        return self.groups * self.config.teams
+        return self.members * self.config.teams
 
     @property
     def blocks_v(self) -> int:
@@ -140,13 +206,16 @@ class Plan:
     def buffers(self) -> tuple[int, ...]:
         """Bytes of each buffer of a block: of teams, their heads, and warpgroups."""
         key_dim, teams = self.spec.key_dim, self.config.teams
-        heads, lines = teams * self.config.heads, self.warpgroups * LINES
+        heads, lines = teams * self.config.heads, self.solvers * LINES
         tiles = ["bfloat16"] if self.copied else []
         return (
-            teams * self.key_parts * self.key_rows * key_dim * 2,
+            teams * self.key_buffers * self.key_parts * self.key_rows * key_dim * 2,
             heads * self.parts * (self.wide + 64) * self.deep * 2,
             heads * 2 * 64 * 4,
-            lines * key_dim * jnp.dtype(self.spec.state_dtype).itemsize,
+            lines
+            * self.stages
+            * self.chunk
+            * jnp.dtype(self.spec.state_dtype).itemsize,
             self.warpgroups * 3 * 2 * 64 * 4,
             *(
                 lines * self.wide * jnp.dtype(dtype).itemsize
@@ -161,9 +230,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a block has the shared memory and the threads."""
-        warpgroups = self.warpgroups <= MOST_WARPGROUPS
-        return warpgroups and self.shared_memory <= SHARED_MEMORY
+        """Whether a block has the shared memory, the threads and the barriers."""
+        return (
+            self.warpgroups <= MOST_WARPGROUPS
+            and self.solvers * self.stages <= MOST_BARRIERS
+            and self.shared_memory <= SHARED_MEMORY
+        )
 
 
 def choose(
@@ -171,7 +243,7 @@ def choose(
     explicit: Config | None = None,
     *,
     interpret: bool = False,
-    plan: Callable[[Any, Config], Plan] = Plan,
+    plan: type[Plan] = Plan,
 ) -> Config:
     """Return the explicit configuration, else the first heuristic one that fits.
 
@@ -185,10 +257,10 @@ def choose(
         return explicit
     if interpret:
         return Config(LINES, heads=spec.group)
-    return next(config for config in _guesses(spec) if plan(spec, config).fits)
+    return next(config for config in _guesses(spec, plan) if plan(spec, config).fits)
 
 
-def _guesses(spec: specs.Spec) -> Iterator[Config]:
+def _guesses(spec: specs.Spec, plan: type[Plan]) -> Iterator[Config]:
     """Yield configurations in the order of their speed on an H200.
 
     Few tiles are spread over all cores. Else a team shares keys and matrices among the
@@ -199,7 +271,8 @@ def _guesses(spec: specs.Spec) -> Iterator[Config]:
         few = spec.nodes <= 24
         for heads in range(min(spec.group, 4), 0, -1):
             if spec.group % heads == 0:
-                yield Config(2 * LINES, heads, teams=2 if few else 1, staged=not few)
+                for cut in plan.FEW if few else plan.MANY:
+                    yield Config(2 * LINES, heads, **cut)
                 yield Config(2 * LINES, heads)
     yield Config(LINES, blocks=max(CORES, min(units, 4 * CORES)))
 
@@ -220,10 +293,13 @@ def _check(spec, config, plan) -> None:
         raise ValueError(
             f"teams is {config.teams}, blocks {config.blocks}; 1 or more is allowed"
         )
+    if config.ahead < 0:
+        raise ValueError(f"ahead is {config.ahead}; 0 or more is allowed")
     cut = plan(spec, config)
     if not cut.fits:
         raise ValueError(
             f"{config} takes {cut.shared_memory} bytes of shared memory and "
-            f"{cut.warpgroups} warpgroups; {SHARED_MEMORY} and {MOST_WARPGROUPS} are "
-            "allowed"
+            f"{cut.warpgroups} warpgroups with {cut.stages} buffers each; "
+            f"{SHARED_MEMORY}, {MOST_WARPGROUPS} and together {MOST_BARRIERS} buffers "
+            "are allowed"
         )

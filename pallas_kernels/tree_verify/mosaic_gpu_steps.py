@@ -168,27 +168,73 @@ def _pointer(ref: ir.Value, index: ir.Value) -> ir.Value:
     return utils.getelementptr(utils.memref_ptr(ref), [offset], kind.element_type)
 
 
-def load_bits(
-    ref: Any, shape: tuple[int, int], *, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Read a square of booleans, and it without the diagonal, for `unpack`."""
+def load_bytes(
+    ref: Any, row: Any, shape: tuple[int, int], *, interpret: bool
+) -> jax.Array:
+    """Read a square of booleans, of which nothing is made yet: no load is waited for.
+
+    What lies beyond the end is 0.
+    """
     if interpret:
-        found = load(ref, shape, TILE, interpret=True)
-        return found, found & ~jnp.eye(*shape, dtype=bool)
+        return load(ref.at[row], shape, TILE, interpret=True).astype(jnp.int8)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.int8, layout=TILE),
+    )
+    def read(_, source, number):
+        i8, i64 = (ir.IntegerType.get_signless(size) for size in (8, 64))
+        # The pointer of a slice would be off: it counts a boolean as a bit.
+        pointer = utils.memref_ptr(source)
+        [_, nodes, _] = ir.MemRefType(source.type).shape
+        number = arith.index_cast(ir.IndexType.get(), number.registers.item())
+        start = arith.muli(number, _index(nodes * nodes))
+        registers = np.empty(TILE.to_mgpu().registers_shape(shape), dtype=object)
+        places = _places(shape, TILE.to_mgpu())
+        for place, at in zip(places, np.ndindex(registers.shape), strict=True):
+            items = [arith.constant(i8, 0)] * 2
+            for i in range(2):
+                if place.static[1] >= nodes:
+                    continue
+                row, column = (
+                    arith.minui(x, _index(nodes - 1)) for x in place.element(i)
+                )
+                offset = arith.addi(arith.muli(row, _index(nodes)), column)
+                offset = arith.index_cast(i64, arith.addi(start, offset))
+                items[i] = llvm.load(i8, utils.getelementptr(pointer, [offset], i8))
+            registers[at] = vector.from_elements(ir.VectorType.get((2,), i8), items)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=TILE.to_mgpu(), _is_signed=True
+        )
+
+    return read(ref, row)
+
+
+def pack(
+    square: jax.Array, nodes: int, *, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Pack what `load_bytes` read, and it without the diagonal, for `unpack`."""
+    if interpret:
+        found = square.astype(bool)
+        return found, found & ~jnp.eye(*square.shape, dtype=bool)
 
     word = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=THREAD)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(word, word))
-    def read(_, source):
-        i32 = ir.IntegerType.get_signless(32)
-        [nodes, _] = ir.MemRefType(source.type).shape
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=(word, word))
+    def join(_, tile):
+        i1, i32 = (ir.IntegerType.get_signless(size) for size in (1, 32))
         words = [arith.constant(i32, 0)] * 2
-        for i, place in enumerate(_places(shape, TILE.to_mgpu())):
+        places = _places(tile.shape, tile.layout)
+        for i, (place, register) in enumerate(
+            zip(places, tile.registers.flat, strict=True)
+        ):
             for j in range(2):
                 row, column = place.element(j)
+                byte = vector.extract(
+                    register, dynamic_position=[], static_position=[j]
+                )
                 inside = arith.andi(_below(row, nodes), _below(column, nodes))
-                within = [arith.minui(x, _index(nodes - 1)) for x in (row, column)]
-                bit = arith.andi(memref.load(source, within), inside)
+                bit = arith.andi(arith.trunci(i1, byte), inside)
                 other = arith.cmpi(arith.CmpIPredicate.ne, row, column)
                 position = arith.constant(i32, 2 * i + j)
                 for k, x in enumerate((bit, arith.andi(bit, other))):
@@ -196,7 +242,7 @@ def load_bits(
                     words[k] = arith.ori(words[k], x)
         return tuple(_one_register(x, THREAD, is_signed=True) for x in words)
 
-    return read(ref)
+    return join(square)
 
 
 def _one_register(item: ir.Value, layout: Any, is_signed: bool | None) -> Any:
@@ -221,7 +267,7 @@ def barrier(*, interpret: bool) -> None:
 
 
 def unpack(bits: jax.Array, shape: tuple[int, int], *, interpret: bool) -> jax.Array:
-    """Return the booleans that `load_bits` read, in the layout of a tile."""
+    """Return the mask of a tile that `pack` packed."""
     if interpret:
         return bits
 

@@ -113,6 +113,7 @@ def test_mosaic_gpu_lowers_without_a_device(kind):
         (plans.Config(256), "block_v is 256"),
         (plans.Config(64, heads=3), "heads is 3"),
         (plans.Config(64, teams=0), "teams is 0"),
+        (plans.Config(64, ahead=-1), "ahead is -1"),
         (plans.Config(128, heads=2, teams=2, staged=True), "bytes of shared memory"),
         (plans.Config(64, teams=9), "9 warpgroups"),
     ],
@@ -242,11 +243,14 @@ def error(leaf_call, arrays, wanted):
 CONFIGS = [
     plans.Config(64, heads=2, blocks=1, staged=True),
     plans.Config(64, heads=1, blocks=3),
+    plans.Config(64, heads=2, blocks=1, separate=True),
+    plans.Config(64, heads=1, blocks=3, ahead=3, separate=True),
 ]
 if jax.default_backend() != "cpu":
     CONFIGS += [
         plans.Config(128, heads=2, teams=2, blocks=1, staged=True),
         plans.Config(128, heads=1, teams=3, blocks=2),
+        plans.Config(128, heads=2, teams=2, blocks=1, separate=True),
     ]
 
 
@@ -265,8 +269,8 @@ def test_every_cut_gives_the_recurrence(config):
 def test_the_check_sees_a_node_among_its_ancestors(monkeypatch):
     from pallas_kernels.tree_verify import mosaic_gpu_steps as steps
 
-    load = steps.load_bits
-    monkeypatch.setattr(steps, "load_bits", lambda *x, **y: load(*x, **y)[:1] * 2)
+    pack = steps.pack
+    monkeypatch.setattr(steps, "pack", lambda *x, **y: pack(*x, **y)[:1] * 2)
     spec, arrays, wanted = two_trees()
     call = functools.partial(mosaic_gpu.tree_verify, spec=spec)
     assert error(call, arrays, wanted) > 1e-2
