@@ -139,7 +139,7 @@ def shapes(x):
 
 
 owners = {
-    name: commit.by_name(name, depth=depth, horizon=HORIZON)
+    name: commit.by_name(name, depth=depth, nodes=n, horizon=HORIZON)
     for name in ("store-all", "reconstruct", "fused", "deferred")
 }
 rows = tree.with_tokens(jnp.zeros((batch, n), jnp.int32))
@@ -156,7 +156,8 @@ for name, owner in owners.items():
     print(f"{name}\n  records  {shapes(records)}\n  state    {shapes(held[name])}")
 
 # %% [markdown]
-# `store-all` keeps `[2, 7, ...]`: seven states a row. `reconstruct` keeps vectors only.
+# `store-all` keeps `[2, 8, ...]`: a ring of states a row, seven for the nodes and the
+# committed one, and an index; commit moves the index. `reconstruct` keeps vectors only.
 # The records of `fused` and `deferred` start with a state, written or not, and their
 # state is a *history*: $S$, room for some records (four for `fused`, which is one path;
 # here eight for `deferred`), and how many there are.
@@ -194,8 +195,10 @@ for name in ("fused", "deferred"):
 STEPS = 300
 
 
-def plain(state):
-    """Return S as it lies in memory."""
+def plain(owner, state):
+    """Return S as it lies in memory; of a ring, the slot that counts."""
+    if isinstance(state, commit.Slots):
+        return owner.materialize(state)
     return getattr(state, "state", state)
 
 
@@ -206,7 +209,7 @@ def trace(owner, stream, nodes):
     def step(state, inputs, node):
         _, records = owner.verify(state, inputs, rows)
         after = owner.commit(state, records, accepted(node))
-        changed = jnp.any(plain(after) != plain(state), axis=(1, 2, 3))
+        changed = jnp.any(plain(owner, after) != plain(owner, state), axis=(1, 2, 3))
         held = getattr(after, "count", jnp.zeros(batch, jnp.int32))
         return after, (changed, held)
 
@@ -271,7 +274,7 @@ for name, (formula, counted) in table.items():
     assert abs(counted / formula - 1) < 0.05
 
 # %% [markdown]
-# (The nodes of `store-all` are not taken from the run: all its states are new arrays.)
+# (The nodes of `store-all` are not taken from the run: it writes a state for each.)
 # Records are not free either. In bytes, for one layer of Qwen3.5-35B, state and records
 # in float32: each step writes the records of all nodes once; `reconstruct` reads those
 # of the path, `fused` and `deferred` read their history and write the path behind it.
@@ -394,8 +397,8 @@ assert errors["reconstruct, bfloat16 state"] > 1.5 * errors["deferred, bfloat16 
 # - Fewer bytes are less time only where bytes are the limit. The state of one sequence
 #   is read in microseconds, and the rest of the model takes milliseconds.
 # - In a functional program the state that `verify` returns is another array beside the
-#   old one until commit, so `fused` and `deferred` hold two for a moment
-#   (`memory.blocks`).
+#   old one until commit, so `fused` and `deferred` hold two for a moment, and
+#   `store-all` two rings (`memory.blocks`).
 #
 # ReplaySSM (vLLM RFC 47572) defers the write for chains. That records of *any* tree can
 # be deferred, by the index map of section 1, is what `treewy_jax.history` adds.

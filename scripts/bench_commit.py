@@ -22,10 +22,10 @@ group take turns, round by round.
 "us" are microseconds a layer and step: all kernels of the program (CUPTI) but those
 that only chain layers; "wall" is the host's clock. "moves" is what a copy moves in that
 time, in states of the batch: time x copy rate / (batch x S). "ideal" is the same of the
-least bytes of the ops' specs, with the records read and the rows that fold; store-all's
-leaves out keeping the accepted state, which an engine does by an index. "XLA MB" are
-bytes a step of copies that XLA adds, as large as half a layer's states or more, read
-from the compiled program. On a CPU sizes are tiny and times say nothing of a GPU.
+least bytes of the ops' specs, with the records read and the rows that fold; store-all
+keeps the accepted state by an index, as engines do, so that its commit moves none. "XLA
+MB" are bytes a step of copies that XLA adds, as large as half a layer's states or more,
+read from the compiled program. On a CPU sizes are tiny and times say nothing of a GPU.
 
 Exit status: 0; 1 where a lifecycle is wrong or fails (it is not timed then); 2 for
 wrong input, with one line on stderr.

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chosen = dataclasses.replace(chosen, tokens=min(chosen.tokens, QUICK))
         check(chosen)
         tree = tree_lib.DraftTree.from_widths(tree_lib.parse_widths(chosen.tree))
-        owners = dict(settings(chosen, tree.depth_max))
+        owners = dict(settings(chosen, tree))
     except (ValueError, OSError) as error:
         return command.refuse("bench_drift.py", error)
     with command.progress() as progress:
@@ -151,7 +151,7 @@ def check(chosen: Options) -> None:
 
 
 def settings(
-    chosen: Options, depth: int
+    chosen: Options, tree: tree_lib.DraftTree
 ) -> Iterator[tuple[figures.Setting, commit.Lifecycle]]:
     """Yield every setting with its lifecycle; ValueError where one cannot be."""
     names = [name.replace("_", "-") for name in chosen.lifecycles]
@@ -160,9 +160,10 @@ def settings(
         horizons = chosen.horizons if name == "deferred" else (None,)
         for record, horizon in itertools.product(records, horizons):
             setting = figures.Setting(name, dtype, record, horizon)
-            options = setting.options | dict(depth=depth, impl=chosen.impl)
+            sizes = dict(depth=tree.depth_max, nodes=tree.n_max)
+            options = setting.options | sizes | dict(impl=chosen.impl)
             owner = commit.by_name(name, **options)
-            owner.check(depth)
+            owner.check(**sizes)
             yield setting, owner
 
 

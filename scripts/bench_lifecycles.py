@@ -86,9 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def lifecycle(name: str, tree: str, chosen: Options) -> commit_lib.Lifecycle:
     """Return a lifecycle that takes `tree`; ValueError where there is none."""
-    depth = generation_lib.as_tree(tree).depth_max
-    found = commit_lib.by_name(name, depth=depth, horizon=chosen.horizon)
-    found.check(depth)
+    shape = generation_lib.as_tree(tree)
+    sizes = dict(depth=shape.depth_max, nodes=shape.n_max)
+    found = commit_lib.by_name(name, horizon=chosen.horizon, **sizes)
+    found.check(**sizes)
     return found
 
 

@@ -7,6 +7,7 @@
 | `fused`       | the same, and of the path accepted before   | 2                |
 | `deferred`    | the same, and of some paths before          | 1 + 1 / steps    |
 
+`store-all` only changes an index when it commits: the states lie in a ring of slots.
 `fused` folds the path accepted last into S in the pass that verifies the next tree.
 `deferred` folds a row only when its history would overflow, every few steps, and reads
 the history beside S: see treewy_jax.history. A move is one pass over S.
@@ -16,11 +17,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.commit import op as commit_op
 from pallas_kernels.store_all import op as store_all_op
-from treewy_jax import deferred
+from treewy_jax import deferred, pytree
 from treewy_jax import lifecycle as lifecycle_lib
 from treewy_jax import verify as verify_lib
 
@@ -29,11 +30,11 @@ Lifecycle = lifecycle_lib.Lifecycle
 
 
 @dataclasses.dataclass(frozen=True)
-class _PlainState(lifecycle_lib.Options):
-    """What lifecycles whose state is S itself have in common."""
+class Reconstruct(lifecycle_lib.Options):
+    """TreeWY as published: keep pseudo-values, rebuild the accepted state alone."""
 
-    def check(self, depth: int) -> None:
-        del depth
+    def check(self, depth: int, nodes: int) -> None:
+        del depth, nodes  # any
 
     def init(self, state, key_heads=None) -> Float[Array, "B Hv Dv Dk"]:
         del key_heads
@@ -44,11 +45,6 @@ class _PlainState(lifecycle_lib.Options):
 
     def nbytes(self, state) -> int:
         return state.nbytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Reconstruct(_PlainState):
-    """TreeWY as published: keep pseudo-values, rebuild the accepted state alone."""
 
     def verify(self, state, inputs, tree):
         q, k, v, log_decay, beta = inputs
@@ -66,32 +62,75 @@ class Reconstruct(_PlainState):
         )
 
 
+@pytree.dataclass
+class Slots:
+    """The states of a row in a ring of slots, and where the committed one lies.
+
+    Verification writes node j to the slot 1 + j behind the committed one, which it only
+    reads. What the other slots hold means nothing once the path is committed.
+
+    Attributes:
+        states: in their storage dtype.
+        index: slot of the committed state.
+    """
+
+    states: Float[Array, "B slots Hv Dv Dk"]
+    index: Int[Array, " B"]
+
+
 @dataclasses.dataclass(frozen=True)
-class StoreAll(_PlainState):
-    """The baseline every engine ships: a full state for each node, one of them kept."""
+class StoreAll(lifecycle_lib.Options):
+    """The baseline every engine ships: a full state for each node, one of them kept.
+
+    Attributes:
+        nodes: of the largest tree, padding included; a row has a slot more.
+    """
+
+    nodes: int = 40
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.nodes < 1:
+            raise ValueError(f"nodes is {self.nodes}; 1 or more is allowed")
+
+    def check(self, depth: int, nodes: int) -> None:
+        del depth  # any
+        if nodes > self.nodes:
+            raise ValueError(f"nodes is {self.nodes}; this tree needs {nodes} or more")
+
+    def init(self, state, key_heads=None) -> Slots:
+        del key_heads
+        state = state.astype(self.state_dtype)
+        room = ((0, 0), (0, self.nodes)) + ((0, 0),) * 3
+        index = jnp.zeros(len(state), jnp.int32)
+        return Slots(jnp.pad(state[:, None], room), index)
 
     def verify(self, state, inputs, tree):
-        impl = store_all_op.IMPLEMENTATIONS.nearest(self.impl)
-        q, k, v, log_decay, beta = inputs
+        self.check(tree.depth_max, tree.n_max)
         output, states = store_all_op.store_all(
-            q,
-            k,
-            v,
-            log_decay,
-            beta,
-            state,
+            *inputs,
+            state.states,
+            state.index,
             tree.parents(),
             depth_max=tree.depth_max,
-            impl=impl,
+            impl=store_all_op.IMPLEMENTATIONS.nearest(self.impl),
             output_dtype=inputs.q.dtype,
         )
         # What the op returns for padding means nothing.
-        return jnp.where(tree.valid()[..., None, None], output, 0), states
+        output = jnp.where(tree.valid()[..., None, None], output, 0)
+        return output, Slots(states, state.index)
 
     def commit(self, state, records, accepted):
-        chosen = jax.vmap(lambda states, node: states[node])(records, accepted.node)
-        kept = (accepted.count == 0)[:, None, None, None]
-        return jnp.where(kept, state, chosen)
+        del state  # its slots are among the records
+        moved = (records.index + 1 + accepted.node) % records.states.shape[1]
+        index = jnp.where(accepted.count > 0, moved, records.index)
+        return Slots(records.states, index)
+
+    def materialize(self, state):
+        return jax.vmap(lambda states, slot: states[slot])(state.states, state.index)
+
+    def nbytes(self, state) -> int:
+        return state.states.nbytes + state.index.nbytes
 
 
 LIFECYCLES = {
@@ -112,7 +151,8 @@ OPTIONS = tuple(dict.fromkeys(sum(map(_options, LIFECYCLES.values()), [])))
 def by_name(name: str, **options) -> Lifecycle:
     """Return the lifecycle called `name`; `-` and `_` are the same.
 
-    Options of other lifecycles are left out, such as the depth of all but `fused`.
+    Options of other lifecycles are left out, such as the depth of all but `fused` and
+    the nodes of all but `store-all`.
 
     Raises:
         ValueError: the name is not one of `LIFECYCLES`, or an option is unknown or out

@@ -60,7 +60,7 @@ class _Deferring(lifecycle.Options):
         return history_lib.empty(state, key_heads, self.horizon, self.record_dtype)
 
     def verify(self, state, inputs, tree):
-        self.check(tree.depth_max)
+        self.check(tree.depth_max, tree.n_max)
         verified, history = history_lib.verify(
             *inputs,
             state,
@@ -74,7 +74,8 @@ class _Deferring(lifecycle.Options):
 
     def commit(self, state, records, accepted):
         history = dataclasses.replace(state, state=records.state, count=records.count)
-        return history_lib.append(history, *records[2:], accepted.path, accepted.count)
+        path, count = accepted.path, accepted.count
+        return history_lib.append(history, *records[2:], path, count, impl=self.impl)
 
     def materialize(self, state):
         return history_lib.fold(state, impl=self.impl)
@@ -103,7 +104,8 @@ class Fused(_Deferring):
         """Records of a row: one path."""
         return self.depth + 1
 
-    def check(self, depth: int) -> None:
+    def check(self, depth: int, nodes: int) -> None:
+        del nodes  # any
         if depth > self.depth:
             raise ValueError(f"depth is {self.depth}; this tree needs {depth} or more")
 
@@ -129,7 +131,8 @@ class Deferred(_Deferring):
         if self.horizon < 1:
             raise ValueError(f"horizon is {self.horizon}; 1 or more is allowed")
 
-    def check(self, depth: int) -> None:
+    def check(self, depth: int, nodes: int) -> None:
+        del nodes  # any
         if depth + 1 > self.horizon:
             raise ValueError(
                 f"horizon is {self.horizon}; a path of this tree has up to {depth + 1} "

@@ -112,8 +112,9 @@ def generate(
         state_dtype=state_dtype or config.mamba_ssm_dtype,
         impl=impl,
         depth=drafter.depth_max,
+        nodes=drafter.n_max,
     )
-    lifecycle.check(drafter.depth_max)
+    lifecycle.check(drafter.depth_max, drafter.n_max)
     program = _Program(
         build=model.builder(lifecycle),
         params=model.params,

@@ -32,8 +32,8 @@ class Inputs(NamedTuple):
 class Lifecycle(Protocol):
     """One way of carrying the recurrent state from step to step."""
 
-    def check(self, depth: int) -> None:
-        """Raise ValueError where trees of this depth are too deep."""
+    def check(self, depth: int, nodes: int) -> None:
+        """Raise ValueError where trees of this depth or so many nodes are too large."""
         ...
 
     def init(

@@ -4,17 +4,22 @@ With s, a and f the bytes of a state element, of an activation and of what the s
 accumulates in (4, or 8 in float64), L GDN layers, C = 2 Hk Dk + Hv Dv conv channels,
 and n nodes verified (root and drafts):
 
-    state      S = L Hv Dv Dk s
+    state      S = L Hv Dv Dk s; store-all: (n + 1) S + 4 L, a ring of states and where
+               in it the committed one lies
     history    L (m (Hk Dk r + Hv Dv r + Hv f) + 4)   m records of r bytes a number, and
                how many there are; fused: m = depth + 1, deferred: m = its horizon
     conv       L (W - 1) C a
     kv         attention layers * 2 * kv heads * head_dim * a, for each token
     records    what verification leaves until commit, for each node:
-                 reconstruct  L (Hk Dk a + Hv Dv f + Hv f)    key, pseudo-value, decay
-                 fused, deferred   the same, and once S and 4 L: the state as it leaves
-                                   verification, in a functional program another array
-                 store-all    S                               the state after the node
-                 all          L C a + kv                      raw conv row, KV
+                 all but store-all   L (Hk Dk a + Hv Dv f + Hv f)   key, pseudo-value,
+                                                                    decay
+                 all                 L C a + kv                     raw conv row, KV
+               and once the state as it leaves verification: fused and deferred S + 4 L,
+               store-all (n + 1) S + 4 L
+
+That state takes the memory of the one that verification got where a program calls layer
+by layer (scripts/bench_commit.py); where it scans over layers, as models here do, it is
+another array until commit, and counts.
 
 All sizes are in bytes (1 MiB = 2**20), and are those of the arrays that
 `Generation.state_bytes` reports. Qwen3.5 configurations ask for float32 states;
@@ -118,8 +123,9 @@ class Blocks(NamedTuple):
 
     Attributes:
         counted: as the paper counts, one a node for store-all, the root included.
-        allocated: as arrays: verification in a functional program leaves the committed
-            state as it is, beside the n new ones, and padding nodes have states too.
+        allocated: as arrays. Padding nodes have states too, store-all has the committed
+            one beside those of the nodes, and where verification writes states, there
+            are those it got and those it returns until commit.
     """
 
     counted: int
@@ -194,22 +200,22 @@ def record_bytes(
 ) -> int:
     """Return what verifying n nodes leaves until commit, in bytes a sequence.
 
-    The formula stands at the top of the module. For store-all this is n states and
-    more; the committed state itself is not among the records.
+    The formula stands at the top of the module. All but reconstruct return the state
+    itself among the records, as it leaves verification: a whole ring of store-all.
 
     Raises:
         ValueError: unknown scheme, negative n, or a dtype that is no float.
     """
     _check_count("n", n)
-    written = 0
+    node = _conv_row_bytes(shape, activation_dtype)
+    node += kv_bytes(shape, 1, activation_dtype)
     if _scheme(scheme) == "store-all":
-        recurrent = state_bytes(shape, state_dtype)
-    else:
-        recurrent = _factor_bytes(shape, state_dtype, activation_dtype)
+        return _ring_bytes(shape, n, state_dtype) + n * node
+    node += _factor_bytes(shape, state_dtype, activation_dtype)
+    written = 0
     if _scheme(scheme) in DEFERRING:
         written = state_bytes(shape, state_dtype) + shape.gdn_layers * COUNT
-    rows = _conv_row_bytes(shape, activation_dtype)
-    return written + n * (recurrent + rows + kv_bytes(shape, 1, activation_dtype))
+    return written + n * node
 
 
 def blocks(tree: tree_lib.DraftTree | Sequence[int], scheme: str) -> Blocks:
@@ -218,7 +224,7 @@ def blocks(tree: tree_lib.DraftTree | Sequence[int], scheme: str) -> Blocks:
     `tree` is a `DraftTree`, whose largest row counts, or widths.
 
     >>> blocks((3, 3, 3), "store-all")
-    Blocks(counted=40, allocated=41)
+    Blocks(counted=40, allocated=82)
     >>> blocks((3, 3, 3), "reconstruct")
     Blocks(counted=1, allocated=1)
     >>> blocks((3, 3, 3), "deferred")
@@ -229,7 +235,7 @@ def blocks(tree: tree_lib.DraftTree | Sequence[int], scheme: str) -> Blocks:
         return Blocks(1, 1)
     if _scheme(scheme) in DEFERRING:
         return Blocks(counted=1, allocated=2)
-    return Blocks(counted=real, allocated=envelope + 1)
+    return Blocks(counted=real, allocated=2 * (envelope + 1))
 
 
 def per_sequence(
@@ -261,12 +267,14 @@ def per_sequence(
         shape, n, scheme, state_dtype=dtype, activation_dtype=activation_dtype
     )
     drafts = n > 1  # the root alone needs no draft head
-    history = 0
+    recurrent = state_bytes(shape, dtype)
+    if _scheme(scheme) == "store-all":
+        recurrent = _ring_bytes(shape, n, dtype)
     if _scheme(scheme) in DEFERRING:
         room = horizon if _scheme(scheme) == "deferred" else _depth(tree) + 1
-        history = history_bytes(shape, room, record_dtype)
+        recurrent += history_bytes(shape, room, record_dtype)
     return {
-        "recurrent": state_bytes(shape, dtype) + history,
+        "recurrent": recurrent,
         "conv": conv_bytes(shape, activation_dtype),
         "kv": kv_bytes(shape, tokens, activation_dtype),
         "mtp_kv": drafts * mtp_kv_bytes(shape, tokens, activation_dtype),
@@ -303,6 +311,11 @@ def _row(name, shape, dtype, tree, scheme) -> Row:
         allocated=held.allocated * one,
         records=parts["recurrent"] + parts["records"] - held.allocated * one,
     )
+
+
+def _ring_bytes(shape, n, dtype) -> int:
+    """States of n nodes and the committed one, and its slot in each layer."""
+    return (n + 1) * state_bytes(shape, dtype) + shape.gdn_layers * COUNT
 
 
 def _factor_bytes(shape, state_dtype, activation_dtype) -> int:

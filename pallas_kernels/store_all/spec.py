@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 class Spec:
     """Sizes and dtypes (by name) of one call; hashable.
 
-    `depth` bounds the edges from the root to any node.
+    `depth` bounds the edges from the root to any node. How many slots there are costs
+    nothing.
     """
 
     batch: int
@@ -64,27 +65,36 @@ def spec_of(
     v: Float[Array, "..."],
     log_decay: Float[Array, "..."],
     beta: Float[Array, "..."],
-    state: Float[Array, "..."],
+    states: Float[Array, "..."],
+    index: Int[Array, "..."],
     parent: Int[Array, "..."],
     *,
     depth_max: int | None = None,
     output_dtype: DTypeLike | None = None,
 ) -> Spec:
     """Describe a call; ValueError where a shape disagrees with the others."""
-    if state.ndim != 4:
-        raise ValueError(f"state has shape {state.shape}; [B, Hv, Dv, Dk] is allowed")
-    batch, value_heads, value_dim, key_dim = state.shape
+    if states.ndim != 5:
+        raise ValueError(
+            f"states has shape {states.shape}; [B, slots, Hv, Dv, Dk] is allowed"
+        )
+    batch, slots, value_heads, value_dim, key_dim = states.shape
     if q.ndim != 4 or q.shape[::3] != (batch, key_dim) or value_heads % q.shape[2]:
         raise ValueError(
             f"q has shape {q.shape}; [{batch}, n, Hk, {key_dim}] is allowed, where Hk "
             f"divides Hv = {value_heads}"
         )
     nodes = q.shape[1]
+    if slots <= nodes:
+        raise ValueError(
+            f"states has {slots} slots; {nodes + 1} or more are allowed: the state "
+            f"before the root and those of {nodes} nodes"
+        )
     for name, array, shape in (
         ("k", k, q.shape),
         ("v", v, (batch, nodes, value_heads, value_dim)),
         ("log_decay", log_decay, (batch, nodes, value_heads)),
         ("beta", beta, (batch, nodes, value_heads)),
+        ("index", index, (batch,)),
         ("parent", parent, (batch, nodes)),
     ):
         if array.shape != tuple(shape):
@@ -96,7 +106,7 @@ def spec_of(
     if not jnp.issubdtype(output, jnp.floating):
         raise ValueError(f"output_dtype is {output}; a float dtype is allowed")
     rows = jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype)
-    wide = jnp.result_type(jnp.float32, rows, log_decay, beta, state)
+    wide = jnp.result_type(jnp.float32, rows, log_decay, beta, states)
     return Spec(
         batch=batch,
         nodes=nodes,
@@ -106,7 +116,7 @@ def spec_of(
         key_dim=key_dim,
         value_dim=value_dim,
         input_dtype=rows.name,
-        state_dtype=state.dtype.name,
+        state_dtype=states.dtype.name,
         output_dtype=output.name,
         accumulation_dtype=wide.name,
     )

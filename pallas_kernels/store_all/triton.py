@@ -3,10 +3,13 @@
 Bound by writing a state a node. A program takes block_v rows of one head's state
 through all nodes of one tree, in preorder. Either only the last state stays in
 registers and a parent that is not the previous node is read again, or the states of
-the whole path do and nothing is read twice.
+the whole path do and nothing is read twice. A program owns its rows in all slots of the
+ring, of which it never writes the committed one.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +40,14 @@ def store_all(
     v: Float[Array, "B n Hv Dv"],
     log_decay: Float[Array, "B n Hv"],
     beta: Float[Array, "B n Hv"],
-    state: Float[Array, "B Hv Dv Dk"],
+    states: Float[Array, "B slots Hv Dv Dk"],
+    index: Int[Array, " B"],
     parent: Int[Array, "B n"],
     *,
     spec: specs.Spec,
     config: configs.Config | None = None,
-) -> tuple[Float[Array, "B n Hv Dv"], Float[Array, "B n Hv Dv Dk"]]:
-    """Return output and state of every node (see `op.store_all`)."""
+) -> tuple[Float[Array, "B n Hv Dv"], Float[Array, "B slots Hv Dv Dk"]]:
+    """Return outputs and the ring, in the memory of `states` (see `op.store_all`)."""
     platform, device_kind = device.target()
     config = configs.choose(spec, platform, device_kind, config)
     interpret = platform == "cpu"
@@ -54,13 +58,11 @@ def store_all(
     )
     value = pl.BlockSpec((None, nodes, None, block_v), lambda i, h, b: (b, 0, h, i))
     gate = pl.BlockSpec((None, nodes, None), lambda i, h, b: (b, 0, h))
-    tile = pl.BlockSpec(
-        (None, None, block_v, spec.key_dim), lambda i, h, b: (b, h, i, 0)
+    ring = pl.BlockSpec(
+        (None, states.shape[1], None, block_v, spec.key_dim),
+        lambda i, h, b: (b, 0, h, i, 0),
     )
-    tiles = pl.BlockSpec(
-        (None, nodes, None, block_v, spec.key_dim), lambda i, h, b: (b, 0, h, i, 0)
-    )
-    output, states = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(
             _resident_kernel if config.resident else _reload_kernel,
             nodes=nodes,
@@ -70,13 +72,15 @@ def store_all(
         grid=(spec.value_dim // block_v, spec.value_heads, spec.batch),
         in_specs=[
             pl.BlockSpec((None, nodes), lambda i, h, b: (b, 0)),
-            *[key, key, value, gate, gate, tile],
+            pl.BlockSpec((None,), lambda i, h, b: (b,)),
+            *[key, key, value, gate, gate, ring],
         ],
-        out_specs=[value, tiles],
+        out_specs=[value, ring],
         out_shape=[
             jax.ShapeDtypeStruct(v.shape, spec.output_dtype),
-            jax.ShapeDtypeStruct((spec.batch, nodes, *state.shape[1:]), state.dtype),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
         ],
+        input_output_aliases={7: 1},
         interpret=interpret,
         compiler_params=None
         if interpret
@@ -87,15 +91,28 @@ def store_all(
             transcendentals=spec.batch * nodes * spec.value_heads,
         ),
         name="store_all",
-    )(parent, q, k, v, log_decay, beta, state)
-    return output, states
+    )(parent, index, q, k, v, log_decay, beta, states)
+
+
+def _slot_of(index, slots: int) -> Callable[[Any], Array]:
+    """Return the function from a node to its slot; -1 is the committed state."""
+    # A number that is no slot would reach other rows' memory.
+    committed = jnp.clip(index[...], 0, slots - 1)
+
+    def slot(node):
+        behind = committed + 1 + node
+        return jnp.where(behind < slots, behind, behind - slots)
+
+    return slot
 
 
 def _reload_kernel(
-    parent, q, k, v, log_decay, beta, state, output, states, *, nodes, depth, barrier
-):
+    parent, index, q, k, v, log_decay, beta, states, output, new_states,
+    *, nodes, depth, barrier,
+):  # fmt: skip
     del depth  # any
-    advance = functools.partial(_advance, q, k, v, log_decay, beta, output, states)
+    slot = _slot_of(index, states.shape[0])
+    rows = (q, k, v, log_decay, beta)
 
     def read_again(number):
         if barrier:
@@ -103,29 +120,25 @@ def _reload_kernel(
             from jax.experimental.pallas import triton as pallas_triton
 
             pallas_triton.debug_barrier()
-        return states[number].astype(jnp.float32)
+        return new_states[slot(number)].astype(jnp.float32)
 
     def visit(node, last):
         number = parent[node]
-        before = lax.cond(
-            number == node - 1,
-            lambda: last,
-            lambda: lax.cond(
-                number < 0,
-                lambda: state[...].astype(jnp.float32),
-                lambda: read_again(number),
-            ),
-        )
-        return advance(node, before)
+        before = lax.cond(number == node - 1, lambda: last, lambda: read_again(number))
+        return _advance(*rows, output, new_states, slot, node, before)
 
-    lax.fori_loop(0, nodes, visit, state[...].astype(jnp.float32))
+    lax.fori_loop(0, nodes, visit, states[slot(-1)].astype(jnp.float32))
 
 
 def _resident_kernel(
-    parent, q, k, v, log_decay, beta, state, output, states, *, nodes, depth, barrier
-):
+    parent, index, q, k, v, log_decay, beta, states, output, new_states,
+    *, nodes, depth, barrier,
+):  # fmt: skip
     del barrier  # nothing is read again
-    advance = functools.partial(_advance, q, k, v, log_decay, beta, output, states)
+    slot = _slot_of(index, states.shape[0])
+    advance = functools.partial(
+        _advance, q, k, v, log_decay, beta, output, new_states, slot
+    )
 
     def parent_of(node) -> Array:
         """Return a node's parent; -2 behind the last node."""
@@ -147,14 +160,15 @@ def _resident_kernel(
     # Padding has no parent either: each of its rows starts from the state again.
     lax.while_loop(
         lambda carry: carry[0] < nodes,
-        lambda carry: visit(0, carry[0], state[...].astype(jnp.float32)),
+        lambda carry: visit(0, carry[0], states[slot(-1)].astype(jnp.float32)),
         (jnp.int32(0), jnp.int32(-1)),
     )
 
 
 def _advance(
-    q, k, v, log_decay, beta, output, states, node, before: Float[Array, "bv Dk"]
-) -> Float[Array, "bv Dk"]:
+    q, k, v, log_decay, beta, output, states, slot, node,
+    before: Float[Array, "bv Dk"],
+) -> Float[Array, "bv Dk"]:  # fmt: skip
     """Write output and state of a node, given its parent's state; return its state."""
     key = k[node].astype(jnp.float32)[None, :]
     query = q[node].astype(jnp.float32)[None, :]
@@ -166,7 +180,7 @@ def _advance(
     strength = beta[node].astype(jnp.float32)
     pseudo_value = strength * (v[node].astype(jnp.float32) - read)
     after = decay * before + pseudo_value[:, None] * key
-    states[node] = after.astype(states.dtype)
+    states[slot(node)] = after.astype(states.dtype)
     out = carried + pseudo_value * jnp.sum(key * query)
     output[node] = out.astype(output.dtype)
     return after

@@ -19,7 +19,7 @@ def ideal_bytes(cell: lifecycles.Cell) -> float:
     """Return the bytes that a layer has to move in a step, on average, of all rows.
 
     Of the ops' specs: each state, row and record that is needed, once. For store-all
-    they are those of verification: an engine keeps the accepted state where it is.
+    they are those of verification, since commit moves an index alone.
     """
     spec = _verify_spec(cell.group)
     state, one = (_commit_spec(spec, path).bytes_moved for path in (0, 1))

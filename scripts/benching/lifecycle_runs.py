@@ -26,16 +26,25 @@ def layers_that_fit(cells: Sequence[lifecycles.Cell], memory: float) -> int:
     """Return the layers, at most the model's, whose states of all cells fit together.
 
     Beside them there is what verification leaves in the layers of one cell, and twice
-    the rows. One layer is tried anyway.
+    the rows. A ring of states among that is the one of before, in its memory. One layer
+    is tried anyway.
     """
     states, left, fixed = 0, 0, 0
     for each in cells:
         rows, state, verified, _ = each.shapes
         states += nbytes(state)
-        left = max(left, nbytes(verified))
+        left = max(left, nbytes(verified) - _in_place(each, state, verified))
         fixed = max(fixed, 2 * nbytes(rows) + 2 * nbytes(state))
     fits = int((memory - fixed) // (states + left))
     return max(1, min(cells[0].group.sizes.layers, fits))
+
+
+def _in_place(cell: lifecycles.Cell, state: Any, verified: Any) -> int:
+    """Return the bytes of rings of states that verification gets and returns."""
+    one = cell.group.state_bytes
+    held = {(x.shape, x.dtype) for x in jax.tree.leaves(state) if nbytes(x) > one}
+    returned = jax.tree.leaves(verified)
+    return sum(nbytes(x) for x in returned if (x.shape, x.dtype) in held)
 
 
 def nbytes(tree: Any) -> int:

@@ -148,7 +148,7 @@ def cell(group: Group, label: str, **options: Any) -> Cell:
 
     Raises ValueError for any other label, and where the tree is too deep for it.
     """
-    depth = len(group.widths)
+    sizes = dict(depth=len(group.widths), nodes=group.nodes)
     name, _, horizon = label.replace("_", "-").partition("deferred-")
     if name in PLAIN:
         label = name
@@ -158,9 +158,9 @@ def cell(group: Group, label: str, **options: Any) -> Cell:
     else:
         allowed = ", ".join([*PLAIN, "deferred-8"])
         raise ValueError(f"lifecycles names {label!r}; allowed: {allowed} or any other")
-    options |= {"state_dtype": group.state_dtype, "depth": depth}
+    options |= {"state_dtype": group.state_dtype, **sizes}
     found = commit.by_name(name, **options)
-    found.check(depth)
+    found.check(**sizes)
     return Cell(group, label, found)
 
 

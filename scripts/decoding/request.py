@@ -51,7 +51,7 @@ def prepare(options: options_lib.Options) -> Request:
     chosen = sampling.Sampling(options.temperature, options.top_k, options.top_p)
     widths = tree_lib.parse_widths(options.tree, options.n_max)
     tree_lib.DraftTree.from_widths(widths, n_max=options.n_max)
-    _lifecycle(options, len(widths))
+    _lifecycle(options, tree_lib.DraftTree.from_widths(widths))
     texts = prompt.texts(options)
     if options.stream and texts and len(texts) > 1:
         raise ValueError(f"--stream: {len(texts)} prompts came; one is allowed")
@@ -67,7 +67,7 @@ def prepare(options: options_lib.Options) -> Request:
     tree, drafter = _draft(widths, options, config)
     state_dtype = options.state_dtype or config.mamba_ssm_dtype
     impl = options.impl.replace("-", "_")
-    lifecycle = _lifecycle(options, tree.depth_max, state_dtype=state_dtype, impl=impl)
+    lifecycle = _lifecycle(options, tree, state_dtype=state_dtype, impl=impl)
     spec = _spec(config, tree, len(prompts), options.dtype, state_dtype)
     return Request(
         model=model,
@@ -84,16 +84,17 @@ def prepare(options: options_lib.Options) -> Request:
     )
 
 
-def _lifecycle(options, depth, **more) -> commit_lib.Lifecycle:
-    """Return the lifecycle by name, which has to take trees of this depth."""
+def _lifecycle(options, tree, **more) -> commit_lib.Lifecycle:
+    """Return the lifecycle by name, which has to take this tree."""
     lifecycle = commit_lib.by_name(
         options.commit,
-        depth=depth,
+        depth=tree.depth_max,
+        nodes=tree.n_max,
         horizon=options.horizon,
         record_dtype=options.record_dtype,
         **more,
     )
-    lifecycle.check(depth)
+    lifecycle.check(tree.depth_max, tree.n_max)
     return lifecycle
 
 

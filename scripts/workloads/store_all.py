@@ -20,6 +20,9 @@ CONFIGS = tuple(
     for block_v, warps in ((4, 1), (8, 1), (16, 1), (16, 2), (32, 4), (64, 8))
 )
 TREES = {4: (1, 1, 1), 7: (2, 2), 40: (3, 3, 3)}
+SPARE = {7: 2}  # slots that no node of the tree needs
+EMPTY = -1.0  # in slots that nobody may read
+STATES = 5  # the argument that is overwritten
 
 TAGS = {2: ("small",), 32: ("bench", "tune", "compile")}
 
@@ -35,12 +38,13 @@ def cases() -> list[base.Case]:
 
 
 def _case(nodes: int, batch: int, state_dtype: str) -> base.Case:
+    part = 2 if batch == 2 else 1  # of the heads, where the case is to be small
     spec = specs.Spec(
         batch=batch,
         nodes=nodes,
         depth=len(TREES[nodes]),
-        key_heads=KEY_HEADS,
-        value_heads=VALUE_HEADS,
+        key_heads=KEY_HEADS // part,
+        value_heads=VALUE_HEADS // part,
         key_dim=DIM,
         value_dim=DIM,
         input_dtype="bfloat16",
@@ -59,6 +63,7 @@ def _case(nodes: int, batch: int, state_dtype: str) -> base.Case:
         bounds=(4e-3, 2e-6 if state_dtype == "float32" else 8e-3),
         configs=CONFIGS,
         match=("batch", "nodes", "depth", "key_dim", "state_dtype"),
+        donate=(STATES,),
         group=f"n={nodes} B={batch} S={state_dtype}",
         tags=frozenset(TAGS.get(batch, ("bench", "tune"))),
     )
@@ -66,7 +71,7 @@ def _case(nodes: int, batch: int, state_dtype: str) -> base.Case:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def inputs(key: jax.Array, *, spec: specs.Spec) -> tuple[jax.Array, ...]:
-    """Return correlated keys, decays from none to strong, a state and the parents."""
+    """Return correlated keys, decays from none to strong, a ring, and the parents."""
     narrow = spec.input_dtype
     rows = (spec.batch, spec.nodes, spec.key_heads, spec.key_dim)
     heads = (spec.batch, spec.nodes, spec.value_heads)
@@ -81,13 +86,18 @@ def inputs(key: jax.Array, *, spec: specs.Spec) -> tuple[jax.Array, ...]:
         (spec.batch, spec.value_heads, spec.value_dim, spec.key_dim),
     )
     tree = tree_lib.DraftTree.from_widths(TREES[spec.nodes], batch=spec.batch)
+    slots = spec.nodes + 1 + SPARE.get(spec.nodes, 0)
+    index = jnp.arange(spec.batch, dtype=jnp.int32) % slots
+    held = (index[:, None] == jnp.arange(slots))[..., None, None, None]
+    state = (0.3 * state).astype(spec.state_dtype)[:, None]
     return (
         (draw.unit(q) * spec.key_dim**-0.5).astype(narrow),
         draw.unit(k + 2 * common).astype(narrow),
         v.astype(narrow),
         -jnp.exp(2 * decay - 3),
         jax.nn.sigmoid(strength),
-        (0.3 * state).astype(spec.state_dtype),
+        jnp.where(held, state, jnp.asarray(EMPTY, state.dtype)),
+        index,
         tree.parents(),
     )
 
@@ -100,13 +110,13 @@ def call(impl: str, config: Any = None, *, depth_max: int) -> Callable:
 
 
 def exact(arguments: tuple, rows: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return outputs and states of some rows of the batch, in float64."""
+    """Return outputs and rings of some rows of the batch, in float64."""
     picked = [np.asarray(jax.device_get(x[np.asarray(rows)])) for x in arguments]
-    parent = picked.pop()
-    q, k, v, log_decay, beta, state = (x.astype(np.float64) for x in picked)
+    parent, index = picked.pop(), picked.pop()
+    q, k, v, log_decay, beta, ring = (x.astype(np.float64) for x in picked)
     q, k = (np.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
     every = np.arange(len(parent))
-    states = [state]  # before the root, then after each node
+    states = [ring[every, index]]  # before the root, then after each node
     for t, above in enumerate(parent.T):
         decayed = np.stack(states)[above + 1, every]
         decayed *= np.exp(log_decay[:, t])[..., None, None]
@@ -114,4 +124,6 @@ def exact(arguments: tuple, rows: Sequence[int]) -> tuple[np.ndarray, ...]:
         pseudo_value = beta[:, t, :, None] * (v[:, t] - read)
         states.append(decayed + pseudo_value[..., None] * k[:, t, :, None])
     after = np.stack(states[1:], axis=1)
-    return np.einsum("bnhvd,bnhd->bnhv", after, q), after
+    for t in range(parent.shape[1]):
+        ring[every, (index + 1 + t) % ring.shape[1]] = after[:, t]
+    return np.einsum("bnhvd,bnhd->bnhv", after, q), ring

@@ -33,7 +33,7 @@ def envelope(widths):
 
 
 def owner(lifecycle):
-    return commit.by_name(lifecycle, depth=DEPTH_MAX)
+    return commit.by_name(lifecycle, depth=DEPTH_MAX, nodes=N_MAX)
 
 
 def decode(variant, rows, drafter, budget=ROOM, eos=(), lifecycle="reconstruct"):
@@ -278,6 +278,10 @@ def test_sampled_text_does_not_depend_on_the_tree_or_the_batch():
         (dict(tree="8,8"), "64"),
         (dict(commit="never"), "commit='never': allowed are reconstruct, store-all"),
         (dict(commit=commit.by_name("deferred", horizon=3)), "horizon is 3"),
+        (
+            dict(commit=commit.by_name("store-all", nodes=3)),
+            "nodes is 3; this tree needs 4",
+        ),
         (dict(impl="magic"), "impl is 'magic'"),
         (dict(state_dtype="int8"), "state_dtype='int8'"),
     ],

@@ -21,8 +21,9 @@ over_variants = pytest.mark.parametrize("variant", golden.VARIANTS)
 
 def target(variant, lifecycle="reconstruct"):
     model = golden.model(variant)
-    depth = golden.tree(variant).depth_max
-    return model.builder(commit.by_name(lifecycle, depth=depth))(model.params)
+    tree = golden.tree(variant)
+    sizes = dict(depth=tree.depth_max, nodes=tree.n_max)
+    return model.builder(commit.by_name(lifecycle, **sizes))(model.params)
 
 
 @functools.cache

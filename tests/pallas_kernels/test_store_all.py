@@ -29,34 +29,39 @@ def tree(name, batch):
     return np.tile(np.array(parent, np.int32), (batch, 1)), depth
 
 
-def make(parent, heads=HEADS, dtype="float32", state_dtype="float32", seed=0):
-    """Return correlated keys, decays from none to strong, a state and the parents."""
+def make(parent, heads=HEADS, dtype="float32", state_dtype="float32", seed=0, spare=0):
+    """Return correlated keys, decays from none to strong, a ring, and the parents.
+
+    Every slot holds another state; `spare` more than the tree needs.
+    """
     key_heads, value_heads, key_dim, value_dim = heads
     random = np.random.default_rng(seed)
     keys = random.normal(size=(2, *parent.shape, key_heads, key_dim)) + 1
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
-    rows = (*parent.shape, value_heads)
+    rows, slots = (*parent.shape, value_heads), parent.shape[1] + 1 + spare
     arrays = (
         keys[0] * key_dim**-0.5,
         keys[1],
         random.normal(size=(*rows, value_dim)),
         -np.exp(random.normal(-3, 3, rows)),
         random.random(rows),
-        random.normal(size=(len(parent), value_heads, value_dim, key_dim)),
+        random.normal(size=(len(parent), slots, value_heads, value_dim, key_dim)),
     )
     kinds = [dtype] * 3 + ["float32"] * 2 + [state_dtype]
     if dtype == "float64":
         kinds = ["float64"] * 6
     made = [jnp.asarray(x, k) for x, k in zip(arrays, kinds, strict=True)]
-    return (*made, jnp.asarray(parent))
+    index = jnp.asarray(random.integers(slots, size=len(parent)), jnp.int32)
+    return (*made, index, jnp.asarray(parent))
 
 
-def exact(q, k, v, log_decay, beta, state, parent):
+def exact(q, k, v, log_decay, beta, ring, index, parent):
     """Visit node by node from the parent's state, in float64."""
     parent = np.asarray(parent)
-    q, k, v, log_decay, beta, state = (
-        np.asarray(x, np.float64) for x in (q, k, v, log_decay, beta, state)
+    q, k, v, log_decay, beta, ring = (
+        np.asarray(x, np.float64) for x in (q, k, v, log_decay, beta, ring)
     )
+    state = ring[np.arange(len(ring)), np.asarray(index)]
     output, states = np.empty_like(v), np.empty((*v.shape, k.shape[-1]))
     group = v.shape[2] // k.shape[2]
     for b, t, h in np.ndindex(*v.shape[:3]):
@@ -79,7 +84,14 @@ def error(got, wanted):
     jax.jit, static_argnames=("impl", "config", "depth_max", "output_dtype")
 )
 def store_all(*arrays, **options):
-    return op.store_all(*arrays, **options)
+    """Return outputs and the states of the nodes, out of the ring."""
+    output, ring = op.store_all(*arrays, **options)
+    slots = node_slots(arrays[6], output.shape[1], ring.shape[1])
+    return output, jnp.take_along_axis(ring, slots[..., None, None, None], axis=1)
+
+
+def node_slots(index, nodes, slots):
+    return (index[:, None] + 1 + np.arange(nodes)) % slots
 
 
 def ways():
@@ -119,6 +131,33 @@ def test_equals_float64(way, name):
     wanted = exact(*arrays)
     assert error(output, wanted[0]) < 3e-6
     assert error(states, wanted[1]) < 3e-6
+
+
+@over_ways
+@pytest.mark.parametrize("spare", [0, 3])
+def test_only_the_slots_behind_the_committed_state_are_written(way, spare):
+    """From every slot of the ring; what it held before plays no part in the rest."""
+    slots = 12 + spare
+    parent, depth = tree("bushy", slots)
+    arrays = list(make(parent, (1, 1, 8, 8), spare=spare))
+    arrays[6] = jnp.arange(slots, dtype=jnp.int32)
+    options = options_for(way, depth)
+    if options.get("config"):
+        options["config"] = dataclasses.replace(options["config"], block_v=8)
+    run = jax.jit(functools.partial(op.store_all, **options))
+    output, ring = run(*arrays)
+    written = np.zeros((slots, slots), bool)
+    np.put_along_axis(written, np.asarray(node_slots(arrays[6], 11, slots)), True, 1)
+    assert not written[np.arange(slots), np.arange(slots)].any()
+    for before, after in zip(arrays[5][~written], ring[~written], strict=True):
+        assert np.asarray(before).tobytes() == np.asarray(after).tobytes()
+    wanted = exact(*arrays)
+    assert error(output, wanted[0]) < 3e-6
+    assert error(store_all(*arrays, **options)[1], wanted[1]) < 3e-6
+    arrays[5] = jnp.where(written[..., None, None, None], jnp.nan, arrays[5])
+    poisoned = run(*arrays)
+    for clean, other in zip((output, ring), poisoned, strict=True):
+        assert np.array_equal(clean, other)
 
 
 @over_ways
@@ -174,7 +213,7 @@ def test_trees_differ_within_a_batch_and_padding_plays_no_part(way):
     after = store_all(*poisoned, *arrays[5:], **options)
     for old, new in zip(before, after, strict=True):
         assert np.array_equal(old[~padding], new[~padding])
-        assert np.all(np.isnan(new[padding]))
+        assert np.all(np.isnan(np.asarray(new)[padding]))
 
 
 @over_ways
@@ -190,14 +229,16 @@ def test_a_node_changes_only_what_is_below_it(way):
         assert same == [not x for x in below]
 
 
-@pytest.mark.parametrize("fault", ["previous node", "head order", "decay"])
+@pytest.mark.parametrize("fault", ["previous node", "head order", "decay", "slot"])
 def test_broken_twins_are_caught(fault):
     arrays = list(make(tree("bushy", 1)[0], (2, 4, 16, 16)))
     wanted = exact(*arrays)
     if fault == "previous node":
-        arrays[6] = jnp.arange(-1, 10, dtype=jnp.int32)[None]
+        arrays[7] = jnp.arange(-1, 10, dtype=jnp.int32)[None]
     elif fault == "head order":
         arrays[:2] = [jnp.tile(x, (1, 1, 2, 1)) for x in arrays[:2]]
+    elif fault == "slot":
+        arrays[6] = (arrays[6] + 1) % arrays[5].shape[1]
     else:
         arrays[3] = jnp.roll(arrays[3], 1, axis=1)
     got = store_all(*arrays)
@@ -207,7 +248,9 @@ def test_broken_twins_are_caught(fault):
 @pytest.mark.parametrize(
     ("message", "change"),
     [
-        ("state has shape", lambda a: a | {"state": a["state"][0]}),
+        ("states has shape", lambda a: a | {"states": a["states"][0]}),
+        ("states has 11 slots; 12", lambda a: a | {"states": a["states"][:, 1:]}),
+        ("index has shape", lambda a: a | {"index": a["index"][:1]}),
         ("q has shape", lambda a: a | {"q": a["q"][..., :8]}),
         ("k has shape", lambda a: a | {"k": a["k"][:, :3]}),
         ("v has shape", lambda a: a | {"v": a["v"][:, :, :2]}),
@@ -220,7 +263,7 @@ def test_broken_twins_are_caught(fault):
     ],
 )
 def test_wrong_arguments_are_named(message, change):
-    names = ("q", "k", "v", "log_decay", "beta", "state", "parent")
+    names = ("q", "k", "v", "log_decay", "beta", "states", "index", "parent")
     arrays = make(tree("bushy", 2)[0])
     arguments = change(dict(zip(names, arrays, strict=True)))
     with pytest.raises(ValueError, match=message):
@@ -246,7 +289,7 @@ def test_a_cut_that_does_not_fit_is_refused(config, message):
         ("triton", {"key_dim": 24}, "power of two"),
         ("triton", {"state_dtype": "float16"}, "state dtype float16"),
         ("mosaic_tpu", {"value_dim": 12}, "multiple of 8"),
-        ("mosaic_tpu", {"nodes": 4096}, "bytes of states"),
+        ("mosaic_tpu", {"nodes": 8192}, "bytes of states"),
         ("mosaic_tpu", {"accumulation_dtype": "float64"}, "not float64"),
     ],
 )

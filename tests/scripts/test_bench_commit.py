@@ -152,9 +152,10 @@ def test_what_cannot_run_is_a_problem_of_its_cell():
 def test_as_many_layers_as_fit_together():
     cells = [lifecycles.cell(group(), x) for x in ("store-all", "reconstruct")]
     state = cells[0].group.state_bytes
-    # Each layer: two committed states, and store-all's of four nodes.
-    assert lifecycle_runs.layers_that_fit(cells, 1e12) == lifecycles.SMALL.layers
-    assert lifecycle_runs.layers_that_fit(cells, 4 * state + 6.5 * state) == 1
+    # Twice store-all's five states, and each layer's six; rows and records are one.
+    assert lifecycle_runs.layers_that_fit(cells, 1e12) == lifecycles.SMALL.layers == 2
+    assert lifecycle_runs.layers_that_fit(cells, (10 + 2 * 6 + 2) * state) == 2
+    assert lifecycle_runs.layers_that_fit(cells, (10 + 2 * 6) * state) == 1
     assert lifecycle_runs.layers_that_fit(cells, 0) == 1
 
 

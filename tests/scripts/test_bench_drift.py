@@ -97,7 +97,7 @@ def test_float64_is_computed_as_such(drawn):
 
 
 def test_float32_is_as_exact_as_the_sequence(drawn):
-    owners = dict(bench_drift.settings(CHOSEN, TREE.depth_max))
+    owners = dict(bench_drift.settings(CHOSEN, TREE))
     kept = {s: o for s, o in owners.items() if s.float32 and s.horizon in (None, 8)}
     assert [s.lifecycle for s in kept] == [*commit.LIFECYCLES]
     found, base, reached = bench_drift.measure(kept, drawn, TREE, CHOSEN)

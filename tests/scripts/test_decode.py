@@ -172,7 +172,10 @@ def test_computed_bytes_are_those_that_store_all_allocates(ran, arguments):
     assert set(found) == set(memory.SCHEMES) >= {"reconstruct", "store-all"}
     shapes = jax.eval_shape(records, asked.model.params)
     assert found["store-all"]["records"] == cache.nbytes(shapes)
-    others = [{**parts, "records": None} for parts in found.values()]
+    ring = found["reconstruct"]["recurrent"] * 4 + 4 * 3 * asked.model.config.num_blocks
+    assert found["store-all"]["recurrent"] == ring
+    differing = {"recurrent": None, "records": None}
+    others = [parts | differing for parts in found.values()]
     assert others[0] == others[1]
     assert "verify is not used" in asked.verify
 
@@ -212,7 +215,7 @@ def test_prompt_file_holds_a_batch(model, tokenizer, tmp_path):
 def test_names_take_either_dash(model):
     for name in ("store-all", "store_all"):
         asked = prepared("--model", model, "--commit", name, "--state_dtype=bfloat16")
-        assert asked.lifecycle == commit.StoreAll("bfloat16", "auto")
+        assert asked.lifecycle == commit.StoreAll("bfloat16", "auto", nodes=40)
     for name in ("mosaic-tpu", "mosaic_tpu"):
         assert "mosaic_tpu" in prepared("--model", model, "--impl", name).verify
 

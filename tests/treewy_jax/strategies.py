@@ -158,6 +158,14 @@ def batch(cases, n_max, dtype=jnp.float32, fill=0.0):
     return *arrays, state, tree
 
 
+def spoil_slots(records, value):
+    """Put a value into all slots of a ring but the committed one, in axis -4."""
+    states, index = records.states, records.index
+    slots = jnp.arange(states.shape[-4])
+    held = (index[..., None] == slots)[..., None, None, None]
+    return dataclasses.replace(records, states=jnp.where(held, states, value))
+
+
 def relative(actual, expected):
     """Return the Frobenius error of `actual` relative to `expected`."""
     actual = np.asarray(actual, np.float64)

@@ -1,5 +1,6 @@
 """The hybrid cache: every part moves along the accepted path, or not at all."""
 
+import dataclasses
 import functools
 
 import jax
@@ -51,9 +52,8 @@ def layer_inputs():
 
 def make(name):
     """Return the lifecycle, a cache with NaN in unused slots, records, and cases."""
-    owner = commit.by_name(
-        name, depth=tree_lib.DraftTree.from_parents(PARENTS).depth_max
-    )
+    depth = tree_lib.DraftTree.from_parents(PARENTS).depth_max
+    owner = commit.by_name(name, depth=depth, nodes=NODES)
     cases, inputs, state, tree = layer_inputs()
     begin = functools.partial(owner.init, key_heads=strategies.KEY_HEADS)
     state = jax.vmap(jax.vmap(begin))(state)
@@ -78,8 +78,11 @@ def advance(owner, before, records, accepted):
 
 
 def of_row(whole, row):
-    """Return one row's part of a cache, as bytes."""
-    parts = [(whole.recurrent, 2), (whole.window, 2), (whole.key, 1)]
+    """Return one row's part of a cache, as bytes; of a ring, the committed state."""
+    recurrent = whole.recurrent
+    if isinstance(recurrent, commit.Slots):
+        recurrent = states(commit.StoreAll(), whole)
+    parts = [(recurrent, 2), (whole.window, 2), (whole.key, 1)]
     parts += [(whole.value, 1), (whole.length, 0)]
     return [
         [np.take(np.asarray(x), row, axis).tobytes() for x in jax.tree.leaves(part)]
@@ -93,11 +96,18 @@ def states(owner, whole):
 
 
 def spoiled(records, value, row=slice(None)):
-    """Put a value into what rows' records say of nodes, not into a state there."""
+    """Put a value into what rows' records say of nodes, not into a state there.
+
+    Of a ring, into all slots but the committed one.
+    """
 
     def spoil(x):
         return x.at[:, :, row].set(value)
 
+    if isinstance(records, commit.Slots):
+        other = strategies.spoil_slots(records, value)
+        states = records.states.at[:, :, row].set(other.states[:, :, row])
+        return dataclasses.replace(records, states=states)
     if isinstance(records, deferred.Written):
         return deferred.Written(*records[:2], *jax.tree.map(spoil, records[2:]))
     return jax.tree.map(spoil, records)
@@ -180,6 +190,12 @@ def test_rows_move_and_are_freed_with_all_they_have(name):
     for row in (0, 2):
         assert of_row(freed, row) == of_row(after, row)
     assert not np.any(states(owner, freed)[:, :, 1])
+    if name == "store-all":  # no other row's slot, and no NaN that might be left there
+        assert np.array_equal(
+            moved.recurrent.index, after.recurrent.index[..., [3, 0, 0]]
+        )
+        assert not np.any(freed.recurrent.states[:, :, [1, 3]])
+        assert not np.any(freed.recurrent.index[:, :, [1, 3]])
     for part in of_row(freed, 3):
         assert not any(any(leaf) for leaf in part)
 
@@ -190,12 +206,13 @@ def test_bytes_are_those_of_the_arrays():
     held = cache.state_bytes(before, records, mtp_kv)
     state = BLOCKS * LAYERS * BATCH * strategies.VALUE_HEADS * strategies.DIM**2 * 4
     rows = BLOCKS * LAYERS * BATCH * NODES * CHANNELS * 4
+    ring = (NODES + 1) * state + BLOCKS * LAYERS * BATCH * 4
     assert held == {
-        "recurrent": state,
+        "recurrent": ring,
         "conv": BLOCKS * LAYERS * BATCH * WINDOW * CHANNELS * 4,
         "kv": 2 * BLOCKS * BATCH * SLOTS * 2 * 4 * 4,
         "mtp_kv": 2 * BATCH * SLOTS * 2 * 4 * 2,
-        "records": NODES * state + rows + 2 * BLOCKS * BATCH * NODES * 2 * 4 * 4,
+        "records": ring + rows + 2 * BLOCKS * BATCH * NODES * 2 * 4 * 4,
     }
     shapes = jax.eval_shape(lambda: before)
     assert cache.nbytes(shapes) == sum(x.nbytes for x in jax.tree.leaves(before))

@@ -1,5 +1,6 @@
 """All lifecycles against the recurrence along every accepted path."""
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -20,7 +21,8 @@ over_shapes = pytest.mark.parametrize("shape", strategies.SHAPES)
 
 def by_name(name, **options):
     """Return a lifecycle that takes any tree of N_MAX nodes."""
-    return commit.by_name(name, depth=N_MAX - 1, horizon=N_MAX + 8, **options)
+    sizes = dict(depth=N_MAX - 1, nodes=N_MAX, horizon=N_MAX + 8)
+    return commit.by_name(name, **(sizes | options))
 
 
 @functools.cache
@@ -40,7 +42,9 @@ def begin(owner, state):
 
 
 def poison(records):
-    """Put NaN into what the records say of nodes, not into a state among them."""
+    """Put NaN into what records say of nodes, not into a committed state there."""
+    if isinstance(records, commit.Slots):
+        return strategies.spoil_slots(records, jnp.nan)
     if isinstance(records, deferred.Written):
         return deferred.Written(*records[:2], *poison(records[2:]))
     return jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), records)
@@ -133,6 +137,9 @@ def test_no_step_keeps_every_bit_whatever_the_records_hold(name):
     _, records = verify(begin(owner, state), inputs, tree)
     if isinstance(records, deferred.Written):
         records = records._replace(state=records.state.at[0, 0, 0, 0].set(-0.0))
+    if isinstance(records, commit.Slots):
+        first = records.states.at[0, records.index[0], 0, 0, 0].set(-0.0)
+        records = dataclasses.replace(records, states=first)
     state = state.at[0, 0, 0, 0].set(-0.0)
     after = advance(begin(owner, state), poison(records), accept.nothing(tree))
     assert_equal_bits(owner.materialize(after), state)
@@ -220,7 +227,12 @@ def test_two_hundred_rejected_drafts_leave_no_trace(name):
 
     start = jnp.asarray(roots.state, jnp.float32)[None]
     after = decode(start, steps_with_drafts(10))
-    assert_equal_bits(after, decode(start, steps_with_drafts(1000)))
+    other = decode(start, steps_with_drafts(1000))
+    if name == "store-all":  # whose other slots hold the drafts' states
+        assert_equal_bits(after.index, other.index)
+        assert_equal_bits(owner.materialize(after), owner.materialize(other))
+    else:
+        assert_equal_bits(after, other)
     chain = strategies.Case(*roots.rows(), roots.state, list(range(-1, steps - 1)))
     expected = strategies.oracle(chain)[1][-1]
     assert strategies.relative(owner.materialize(after)[0], expected) < 5e-6
@@ -237,7 +249,8 @@ def test_bfloat16_states_are_rounded_once(name):
     before = owner.materialize(state)
     assert before.dtype == jnp.bfloat16
     saved = owner.nbytes(begin(by_name(name), plain)) - owner.nbytes(state)
-    assert saved == plain.nbytes // 2
+    states = N_MAX + 1 if name == "store-all" else 1
+    assert saved == states * plain.nbytes // 2
     _, records = verify(state, inputs, tree)
     after = advance(state, records, accepted([parents] * N_MAX, range(N_MAX)))
     after = owner.materialize(after)
@@ -259,14 +272,94 @@ def test_store_all_keeps_a_state_a_node_and_reconstruct_a_vector():
             _, records = jax.eval_shape(owner.verify, begin(owner, state), inputs, tree)
             leaves = jax.tree.leaves(records)
             size[name, dtype] = sum(x.size * x.dtype.itemsize for x in leaves)
-    assert size["store-all", "float32"] == N_MAX * state.nbytes
-    assert size["store-all", "bfloat16"] == N_MAX * state.nbytes // 2
+    ring = (N_MAX + 1) * state.nbytes
+    assert size["store-all", "float32"] == ring + 4 * N_MAX
+    assert size["store-all", "bfloat16"] == ring // 2 + 4 * N_MAX
     per_node = strategies.KEY_HEADS * strategies.DIM
     per_node += strategies.VALUE_HEADS * (strategies.DIM + 1)
     vectors = N_MAX * N_MAX * 4 * per_node
     assert size["reconstruct", "float32"] == vectors
     for name in ("fused", "deferred"):  # and the state as it leaves the verification
         assert size[name, "float32"] == vectors + state.nbytes + 4 * N_MAX
+
+
+def walk(owner, steps, trees, spoil=lambda state: state):
+    """Take random steps, one in four rows none; yield states and the oracle's.
+
+    `spoil` changes the state before each verification.
+    """
+    rng = np.random.default_rng(3)
+    verify, advance, plain = map(
+        jax.jit, (owner.verify, owner.commit, owner.materialize)
+    )
+    expected = [strategies.make_case([-1], row).state for row in range(4)]
+    state = begin(owner, jnp.asarray(np.stack(expected), jnp.float32))
+    for step in range(steps):
+        parents = [strategies.random_parents(rng, trees(rng)) for _ in expected]
+        nodes = [None if rng.random() < 0.25 else rng.integers(len(p)) for p in parents]
+        cases = [strategies.make_case(p, 4 * step + b) for b, p in enumerate(parents)]
+        _, inputs, tree = batch(cases)
+        _, records = verify(spoil(state), inputs, tree)
+        before, state = state, advance(state, records, accepted(parents, nodes))
+        for b, node in enumerate(nodes):
+            if node is None:
+                assert_equal_bits(plain(state)[b], plain(before)[b])
+            else:
+                cases[b].state = expected[b]
+                expected[b] = strategies.oracle(cases[b])[1][node]
+        yield state, plain(state), expected
+
+
+class IndexOff(commit.StoreAll):
+    """Broken: the committed state is taken to be a slot further."""
+
+    def commit(self, state, records, accepted):
+        found = super().commit(state, records, accepted)
+        slots = found.states.shape[1]
+        return dataclasses.replace(found, index=(found.index + 1) % slots)
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+def test_fifty_steps_around_the_ring(spare):
+    """From every slot, whatever the others hold; only an index moves in commit."""
+    owner = commit.StoreAll(nodes=N_MAX + spare)
+    visited = set()
+
+    def spoil(state):
+        return strategies.spoil_slots(state, jnp.nan)
+
+    small_and_large = lambda rng: int(rng.integers(1, N_MAX + 1))  # noqa: E731
+    for state, found, expected in walk(owner, 50, small_and_large, spoil):
+        visited |= set(state.index.tolist())
+        for b in range(4):
+            assert strategies.relative(found[b], expected[b]) < 2e-6
+    assert visited == set(range(N_MAX + spare + 1))
+    twin = IndexOff(nodes=N_MAX + spare)
+    with pytest.raises(AssertionError):
+        for _, found, expected in walk(twin, 3, small_and_large):
+            assert strategies.relative(found[0], expected[0]) < 1e-2
+
+
+def test_commit_of_a_ring_moves_no_state():
+    """Its compiled program touches the index alone, and hands the slots on."""
+    cases = many(strategies.SHAPES["fork"])
+    owner, verify, _ = lifecycle("store-all")
+    state, inputs, tree = batch(cases)
+    _, records = verify(begin(owner, state), inputs, tree)
+    taken = accepted([strategies.SHAPES["fork"]] * N_MAX, [3] * N_MAX)
+    after = owner.commit(begin(owner, state), records, taken)
+    assert after.states is records.states
+    assert np.array_equal(after.index, (records.index + 1 + 3) % (N_MAX + 1))
+
+
+def test_a_tree_with_more_nodes_than_slots_is_refused():
+    owner = commit.StoreAll(nodes=6)
+    owner.check(5, 6)
+    with pytest.raises(ValueError, match="nodes is 6; this tree needs 7 or more"):
+        owner.check(6, 7)
+    state, inputs, tree = batch(many(strategies.SHAPES["fork"]))
+    with pytest.raises(ValueError, match=f"needs {N_MAX} or more"):
+        owner.verify(begin(owner, state), inputs, tree)
 
 
 @over_lifecycles
@@ -277,8 +370,10 @@ def test_the_interface(name):
     assert hash(owner) == hash(by_name(name)), "jit takes it as a constant"
     state = jnp.asarray(strategies.make_case([-1]).state, jnp.float32)[None]
     assert_equal_bits(owner.materialize(begin(owner, state)), state)
-    history = by_name(name).nbytes(begin(owner, state)) - state.nbytes
-    assert (history > 0) == (name in ("fused", "deferred"))
+    more = by_name(name).nbytes(begin(owner, state)) - state.nbytes
+    assert (more > 0) == (name != "reconstruct")
+    if name == "store-all":
+        assert more == N_MAX * state.nbytes + 4
 
 
 @pytest.mark.parametrize(
@@ -289,6 +384,7 @@ def test_the_interface(name):
         (dict(name="store-all", state_dtype="int8"), "state_dtype='int8': allowed are"),
         (dict(name="reconstruct", impl="magic"), "impl is 'magic'"),
         (dict(name="fused", depth=-1), "depth is -1; 0 or more"),
+        (dict(name="store-all", nodes=0), "nodes is 0; 1 or more"),
         (dict(name="deferred", horizon=0), "horizon is 0; 1 or more"),
         (dict(name="deferred", record_dtype="int8"), "record_dtype='int8': allowed"),
         (dict(name="deferred", horizn=8), "horizn is no option; allowed are state_dt"),

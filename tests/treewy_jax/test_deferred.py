@@ -243,10 +243,10 @@ def test_storage(records, state):
 def test_a_tree_deeper_than_there_is_room_for():
     deep = tree_lib.DraftTree.chain(4)
     with pytest.raises(ValueError, match="horizon is 4; .* up to 5 nodes"):
-        deferred.Deferred(horizon=4).check(deep.depth_max)
+        deferred.Deferred(horizon=4).check(deep.depth_max, deep.n_max)
     with pytest.raises(ValueError, match="depth is 3; this tree needs 4"):
-        deferred.Fused(depth=3).check(deep.depth_max)
-    deferred.Deferred(horizon=5).check(deep.depth_max)
+        deferred.Fused(depth=3).check(deep.depth_max, deep.n_max)
+    deferred.Deferred(horizon=5).check(deep.depth_max, deep.n_max)
     with pytest.raises(ValueError, match="key_heads is None"):
         deferred.Deferred().init(jnp.zeros((1, 2, 4, 4)))
 

@@ -83,11 +83,12 @@ def test_history_of_a_published_size():
     ("widths", "counted"), [((1, 1, 1), 4), ((2, 2, 2), 15), ((3, 3, 3), 40), ((), 1)]
 )
 def test_blocks(widths, counted):
-    assert memory.blocks(widths, "store-all") == (counted, counted + 1)
-    assert memory.blocks(widths, "store_all") == (counted, counted + 1)
+    ring = counted + 1  # before and after verification
+    assert memory.blocks(widths, "store-all") == (counted, 2 * ring)
+    assert memory.blocks(widths, "store_all") == (counted, 2 * ring)
     assert memory.blocks(widths, "reconstruct") == (1, 1)
     padded = tree_lib.DraftTree.from_widths(widths, n_max=64, batch=2)
-    assert memory.blocks(padded, "store-all") == (counted, 65)
+    assert memory.blocks(padded, "store-all") == (counted, 2 * 65)
 
 
 def test_table_of_the_paper():
@@ -97,9 +98,9 @@ def test_table_of_the_paper():
     found = {(r.model[8:11], r.state_dtype, r.nodes, r.scheme): r for r in rows}
     # A chain of three drafts on 397B holds 4 x 90 MiB, and a (3, 3, 3) tree 40 x 90.
     chain = found["397", "bfloat16", 4, "store-all"]
-    assert (chain.counted, chain.allocated) == (360 * MIB, 450 * MIB)
+    assert (chain.counted, chain.allocated) == (360 * MIB, 2 * 450 * MIB)
     assert found["397", "bfloat16", 40, "store-all"].counted == 3600 * MIB
-    assert found["35b", "float32", 40, "store-all"].allocated == 41 * 60 * MIB
+    assert found["35b", "float32", 40, "store-all"].allocated == 2 * 41 * 60 * MIB
     for row in rows:
         if row.scheme == "reconstruct":
             assert row.counted == row.allocated == chain_state(row)
@@ -107,7 +108,7 @@ def test_table_of_the_paper():
         per_node = memory.record_bytes(shape, 1, state_dtype=row.state_dtype)
         expected = row.nodes * per_node
         if row.scheme == "store-all":
-            expected = row.nodes * rows_and_kv(shape)
+            expected = row.nodes * rows_and_kv(shape) + 2 * 4 * shape.gdn_layers
         if row.scheme in memory.DEFERRING:  # and a history, and its count once more
             assert row.allocated == 2 * chain_state(row)
             room = 4 if row.scheme == "fused" else 16
@@ -158,6 +159,11 @@ def held(*arrays):
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
+def state_of(held):
+    """Return the states in a lifecycle's state or records: plain, or with more."""
+    return getattr(held, "state", getattr(held, "states", held))
+
+
 @every_scheme
 def test_generation_reports_the_arrays_allocated(scheme, monkeypatch):
     """Formula, report, and the arrays of the loop's last state are the same bytes."""
@@ -179,7 +185,7 @@ def test_generation_reports_the_arrays_allocated(scheme, monkeypatch):
     )
     expected = formula(model.config, scheme, (1, 1, 1), "float32", "float32")
     assert generation.state_bytes == expected
-    lifecycle = commit.by_name(scheme, state_dtype="float32", depth=3)
+    lifecycle = commit.by_name(scheme, state_dtype="float32", depth=3, nodes=4)
     state = finished[-1]
 
     def verify(params, cache, tree):
@@ -187,10 +193,9 @@ def test_generation_reports_the_arrays_allocated(scheme, monkeypatch):
 
     records = jax.jit(verify)(model.params, state.cache, state.tree)
     assert parts_of(state.cache, state.draft, records) == expected
-    deferring = scheme in memory.DEFERRING
-    states = held(state.cache.recurrent.state if deferring else state.cache.recurrent)
-    states += held(records.recurrent) if scheme == "store-all" else 0
-    states += held(records.recurrent.state) if deferring else 0
+    states = held(state_of(state.cache.recurrent))
+    if scheme != "reconstruct":
+        states += held(state_of(records.recurrent))
     one = memory.state_bytes(memory.Shape.from_config(model.config), "float32")
     assert states == 2 * memory.blocks((1, 1, 1), scheme).allocated * one
 
@@ -202,7 +207,9 @@ def test_generation_reports_the_arrays_allocated(scheme, monkeypatch):
 def test_formula_is_the_size_of_the_loop_state(scheme, widths, state_dtype, dtype):
     """For every mix of dtypes, by the shapes that the loop traces; nothing runs."""
     model = dense(dtype)
-    lifecycle = commit.by_name(scheme, state_dtype=state_dtype, depth=len(widths))
+    tree = tree_lib.DraftTree.from_widths(widths)
+    sizes = dict(depth=len(widths), nodes=tree.n_max)
+    lifecycle = commit.by_name(scheme, state_dtype=state_dtype, **sizes)
     build = model.builder(lifecycle)
     drafter = generate.default_drafter(widths, model.config)
 
@@ -242,7 +249,7 @@ def test_records_of_a_published_layer(scheme, activation, double):
     values = like((1, n, shape.value_heads, shape.value_dim), activation)
     gates = like((1, n, shape.value_heads), "float32")
     state = like((1, shape.value_heads, shape.value_dim, shape.key_dim), "float32")
-    lifecycle = commit.by_name(scheme, impl="reference")
+    lifecycle = commit.by_name(scheme, impl="reference", nodes=n)
     inputs = commit.Inputs(keys, keys, values, gates, gates)
     _, records = jax.eval_shape(
         lambda s, i: lifecycle.verify(lifecycle.init(s, shape.key_heads), i, tree),

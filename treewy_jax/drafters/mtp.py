@@ -105,6 +105,11 @@ class MTPDrafter:
         """Depth of the tree: nodes of each level but the last are run."""
         return len(self.levels)
 
+    @property
+    def n_max(self) -> int:
+        """Nodes of the tree."""
+        return len(self.parent)
+
     def bind(self, target: Any) -> "BoundMTPDrafter":
         """Return the drafter joined to the target's head."""
         return BoundMTPDrafter(self, target.draft_head)

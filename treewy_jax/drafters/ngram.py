@@ -45,6 +45,11 @@ class NgramDrafter:
         """Tokens of a chain."""
         return self.depth
 
+    @property
+    def n_max(self) -> int:
+        """The root and all chains."""
+        return 1 + self.branches * self.depth
+
     def bind(self, target):
         return self
 
@@ -53,7 +58,7 @@ class NgramDrafter:
         text = jnp.pad(tokens, ((0, 0), (0, capacity + 1 - tokens.shape[1])))
         one = jnp.ones_like(lengths)
         text = slots.append(text, next_token[:, None], one, lengths)
-        drafted = jnp.zeros((tokens.shape[0], self._nodes), jnp.int32)
+        drafted = jnp.zeros((tokens.shape[0], self.n_max), jnp.int32)
         return NgramState(text, lengths, drafted)
 
     def propose(self, state: NgramState, root, base):
@@ -63,7 +68,7 @@ class NgramDrafter:
         tokens = jnp.concatenate(
             [root[:, None], chains.reshape(root.shape[0], -1)], axis=1
         )
-        chain = jnp.arange(self._nodes - 1)
+        chain = jnp.arange(self.n_max - 1)
         parent = jnp.where(chain % self.depth == 0, 0, chain)
         tree = tree_lib.DraftTree(
             tokens=tokens,
@@ -78,10 +83,6 @@ class NgramDrafter:
         emitted = accepted.emitted(state.tokens)
         text = slots.append(state.text, emitted, accepted.count, state.length + 1)
         return NgramState(text, state.length + accepted.count, state.tokens)
-
-    @property
-    def _nodes(self) -> int:
-        return 1 + self.branches * self.depth
 
     def _branches(self, text: Int[Array, " S"], length: Int[Array, ""]):
         """Return [branches, depth] tokens and how many branches were found."""

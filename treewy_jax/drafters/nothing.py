@@ -9,6 +9,7 @@ class NoDrafter:
     """Proposes the root and nothing below it: plain decoding through the same step."""
 
     depth_max = 0
+    n_max = 1
 
     def bind(self, target):
         return self

@@ -20,6 +20,11 @@ class Drafter(Protocol):
         """Depth of the deepest tree that it proposes; static."""
         ...
 
+    @property
+    def n_max(self) -> int:
+        """Nodes of its trees, root and padding included; static."""
+        ...
+
     def bind(self, target: Any) -> "BoundDrafter":
         """Return the drafter joined to the target; called inside `jit`."""
         ...

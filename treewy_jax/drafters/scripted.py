@@ -44,6 +44,11 @@ class ScriptedDrafter:
         """Depth of the tree."""
         return self.tree.depth_max
 
+    @property
+    def n_max(self) -> int:
+        """Nodes of the tree."""
+        return self.tree.n_max
+
     def bind(self, target):
         return self
 
