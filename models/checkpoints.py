@@ -61,7 +61,9 @@ class Model:
 def load(
     path_or_name: str | os.PathLike, dtype: Any = None, progress: bool = False
 ) -> Model:
-    """Load the model that ships ("tiny") or a Hugging Face folder of Qwen3.5.
+    """Load the model that ships ("tiny") or a folder of Qwen3.5.
+
+    The folder is a Hugging Face one or what scripts/convert.py made of one.
 
     Args:
         dtype: of the weights in memory, None for the stored one; decay parameters
@@ -79,7 +81,7 @@ def load(
     folder = _resolve(path_or_name)
     config = read_config(folder)
     tokenizer = _read_tokenizer(folder)
-    with open_folder(folder) as reader:
+    with _open_any(folder) as reader:
         graphdef, state = _abstract(config, dtype or weights.stored_dtype(reader))
         params = weights.load_weights(state, reader, config, dtype, progress)
     return Model(config, params, graphdef, tokenizer, os.fspath(path_or_name))
@@ -211,7 +213,7 @@ def open_folder(folder: str | os.PathLike) -> Iterator[FolderReader]:
     """
     files: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        for path in _weight_files(pathlib.Path(folder)):
+        for path in weight_files(pathlib.Path(folder)):
             try:
                 opened = stack.enter_context(safetensors.safe_open(path, "numpy"))
             except (safetensors.SafetensorError, OSError) as error:
@@ -225,7 +227,19 @@ def open_folder(folder: str | os.PathLike) -> Iterator[FolderReader]:
         yield FolderReader(os.fspath(folder), files)
 
 
-def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+def _open_any(folder: pathlib.Path) -> contextlib.AbstractContextManager["Reader"]:
+    """Open an orbax folder of scripts/convert.py, or a Hugging Face one."""
+    from models.conversion import manifest  # it reads through this module
+
+    if not manifest.is_orbax(folder):
+        return open_folder(folder)
+    from models.conversion import orbax_store
+
+    return contextlib.nullcontext(orbax_store.open_reader(folder))
+
+
+def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """List the weight files that the index names, or all there are without one."""
     index = folder / INDEX
     if not index.is_file():
         found = sorted(folder.glob("*.safetensors"))

@@ -1,0 +1,1 @@
+"""Hugging Face folders to orbax checkpoints and back, bit for bit."""
