@@ -131,10 +131,9 @@ print("two different pasts, one and the same state: no way back")
 # where a level of width $w$ multiplies the nodes, it gets out of hand.
 #
 # Below are the states alone, per sequence. *Counted* is a state a node, as papers
-# count; *allocated* adds the committed state, and counts all twice: a functional
-# program (JAX) that scans over layers has them before and after a step. Qwen3.5
-# configurations ask for float32 states; published figures are often those of bfloat16.
-# Both are shown, since mixing them is a factor of two.
+# count; *allocated* adds the committed state. Qwen3.5 configurations ask for float32
+# states; published figures are often those of bfloat16. Both are shown, since mixing
+# them is a factor of two.
 
 # %%
 SIZES = {"35B": "qwen3.5-35b-a3b", "397B": "qwen3.5-397b-a17b"}

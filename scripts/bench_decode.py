@@ -29,9 +29,8 @@ one before. Products of many rows are bound by flops instead.
 
 Two more tables say what XLA adds: kernels that are neither ours nor products, and
 instructions of the compiled step that only move floats (of 1 MiB at least; copies by
-the copy engine are no kernels, and count in "wall" alone). The scan over blocks is
-inlined where there is one block: --blocks 2 shows the copies that it makes. On a CPU
-the clock is the host's and says nothing of a GPU.
+the copy engine are no kernels, and count in "wall" alone). On a CPU the clock is the
+host's and says nothing of a GPU.
 
 Exit status: 0; 1 where something could not be timed; 2 for wrong input, with one line
 on stderr.

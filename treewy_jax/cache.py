@@ -1,7 +1,6 @@
 """The decode state of a hybrid model as one pytree: recurrent, conv windows, KV.
 
-Leaves of the recurrent part lead with [blocks, layers a block], those of attention with
-[blocks], as the layers are scanned.
+Every layer has arrays of its own, which lead with the rows of the batch.
 """
 
 from typing import Any
@@ -19,17 +18,17 @@ class HybridCache:
     """What the target keeps between steps; it covers the tokens before the root.
 
     Attributes:
-        recurrent: the lifecycle's states, leaves [L, R, B, ...].
-        window: conv windows, raw rows before the conv.
-        key: rotated keys of the attention layers; slots from `length` on are unused.
+        recurrent: the lifecycle's state of each recurrent layer.
+        window: their conv windows, raw rows before the conv.
+        key: rotated keys of each attention layer; slots from `length` on are unused.
         value: their values.
         length: tokens covered.
     """
 
-    recurrent: Any
-    window: Float[Array, "L R B W1 C"]
-    key: Float[Array, "L B S kv D"]
-    value: Float[Array, "L B S kv D"]
+    recurrent: tuple[Any, ...]
+    window: tuple[Float[Array, "B W1 C"], ...]
+    key: tuple[Float[Array, "B S kv D"], ...]
+    value: tuple[Float[Array, "B S kv D"], ...]
     length: Int[Array, " B"]
 
 
@@ -38,16 +37,16 @@ class Records:
     """What one verification leaves for `commit`.
 
     Attributes:
-        recurrent: the lifecycle's records, leaves [L, R, B, ...].
-        rows: raw conv rows of the nodes.
-        key: rotated keys of the nodes in the attention layers.
+        recurrent: the lifecycle's records of each recurrent layer.
+        rows: raw conv rows of the nodes there.
+        key: rotated keys of the nodes in each attention layer.
         value: their values.
     """
 
-    recurrent: Any
-    rows: Float[Array, "L R B n C"]
-    key: Float[Array, "L B n kv D"]
-    value: Float[Array, "L B n kv D"]
+    recurrent: tuple[Any, ...]
+    rows: tuple[Float[Array, "B n C"], ...]
+    key: tuple[Float[Array, "B n kv D"], ...]
+    value: tuple[Float[Array, "B n kv D"], ...]
 
 
 def commit(
@@ -62,28 +61,24 @@ def commit(
     """
     path, count = accepted.path, accepted.count
 
-    def recurrent(state, layer_records):
-        return lifecycle.commit(state, layer_records, accepted)
-
     def window(old, rows):
         return conv.commit(old, rows, path, count)
 
     def kv(old, rows):
         return slots.append(old, slots.take(rows, path), count, cache.length)
 
-    per_layer, per_block = (lambda f: jax.vmap(jax.vmap(f))), jax.vmap
     return HybridCache(
-        recurrent=per_layer(recurrent)(cache.recurrent, records.recurrent),
-        window=per_layer(window)(cache.window, records.rows),
-        key=per_block(kv)(cache.key, records.key),
-        value=per_block(kv)(cache.value, records.value),
+        recurrent=lifecycle.commit_layers(cache.recurrent, records.recurrent, accepted),
+        window=tuple(map(window, cache.window, records.rows)),
+        key=tuple(map(kv, cache.key, records.key)),
+        value=tuple(map(kv, cache.value, records.value)),
         length=cache.length + count,
     )
 
 
 def take_rows(cache: HybridCache, rows: Int[Array, " b"]) -> HybridCache:
     """Return the cache whose row i is row rows[i], with all that belongs to it."""
-    return _each_part(lambda x, axis: jnp.take(x, rows, axis=axis), cache)
+    return jax.tree.map(lambda x: jnp.take(x, rows, axis=0), cache)
 
 
 def clear_rows(cache: HybridCache, rows: Bool[Array, " B"]) -> HybridCache:
@@ -92,26 +87,11 @@ def clear_rows(cache: HybridCache, rows: Bool[Array, " B"]) -> HybridCache:
     What they held, NaN included, is gone.
     """
 
-    def clear(x, axis):
-        chosen = rows.reshape((1,) * axis + rows.shape + (1,) * (x.ndim - axis - 1))
+    def clear(x):
+        chosen = rows.reshape(rows.shape + (1,) * (x.ndim - 1))
         return jnp.where(chosen, jnp.zeros_like(x), x)
 
-    return _each_part(clear, cache)
-
-
-def _each_part(change, cache: HybridCache) -> HybridCache:
-    """Apply change(array, its batch axis) to every array."""
-
-    def along(axis):
-        return lambda part: jax.tree.map(lambda x: change(x, axis), part)
-
-    return HybridCache(
-        recurrent=along(2)(cache.recurrent),
-        window=along(2)(cache.window),
-        key=along(1)(cache.key),
-        value=along(1)(cache.value),
-        length=along(0)(cache.length),
-    )
+    return jax.tree.map(clear, cache)
 
 
 def nbytes(part: Any) -> int:
@@ -119,12 +99,21 @@ def nbytes(part: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
 
 
-def state_bytes(cache: HybridCache, records: Records, mtp_kv: Any) -> dict[str, int]:
-    """Return the bytes held by each part of the decode state, and by the records."""
+def state_bytes(
+    cache: HybridCache,
+    records: Records,
+    mtp_kv: Any,
+    lifecycle: commit_lib.Lifecycle,
+) -> dict[str, int]:
+    """Return the bytes held by each part of the decode state, and by the records.
+
+    Records do not count what verification writes over the state itself.
+    """
+    kept = sum(map(lifecycle.record_nbytes, records.recurrent))
     return {
         "recurrent": nbytes(cache.recurrent),
         "conv": nbytes(cache.window),
         "kv": nbytes((cache.key, cache.value)),
         "mtp_kv": nbytes(mtp_kv),
-        "records": nbytes(records),
+        "records": kept + nbytes((records.rows, records.key, records.value)),
     }

@@ -1,33 +1,34 @@
 """Lifecycles that write the state later than a path is accepted: fused and deferred.
 
 Their state is a `treewy_jax.history.History`: S, and the records that it lacks.
-`verify` decides on the device which rows fold them into S, in the pass that verifies.
+Rows of more than so many records fold them into S, in the pass that verifies; `commit`
+then puts the accepted path where their history began. Both tell by the count alone.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from treewy_jax import history as history_lib
-from treewy_jax import lifecycle
+from treewy_jax import lifecycle, pytree
 
 
-class Written(NamedTuple):
+@pytree.dataclass
+class Written:
     """Records of the lifecycles with a history.
 
     Attributes:
         state: S; of rows that folded, with their history in it.
-        count: records that are still not in S.
         k, pseudo_values, log_decay: of the nodes.
+        fold_above: rows of more records than that folded them.
     """
 
     state: Float[Array, "B Hv Dv Dk"]
-    count: Int[Array, " B"]
     k: Float[Array, "B n Hk Dk"]
     pseudo_values: Float[Array, "B n Hv Dv"]
     log_decay: Float[Array, "B n Hv"]
+    fold_above: int = pytree.static()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,27 +62,49 @@ class _Deferring(lifecycle.Options):
 
     def verify(self, state, inputs, tree):
         self.check(tree.depth_max, tree.n_max)
+        fold_above = self.fold_above(tree.depth_max)
         verified, history = history_lib.verify(
             *inputs,
             state,
-            self.folds(state.count, tree.depth_max),
+            fold_above,
             tree,
             impl=history_lib.IMPLEMENTATIONS.nearest(self.impl),
             precision=self.precision,
         )
         records = (inputs.k, verified.pseudo_values, verified.log_decay)
-        return verified.output, Written(history.state, history.count, *records)
+        return verified.output, Written(history.state, *records, fold_above)
 
     def commit(self, state, records, accepted):
-        history = dataclasses.replace(state, state=records.state, count=records.count)
-        path, count = accepted.path, accepted.count
-        return history_lib.append(history, *records[2:], path, count, impl=self.impl)
+        return self.commit_layers((state,), (records,), accepted)[0]
+
+    def commit_layers(self, states, records, accepted):
+        """Commit all layers in one launch where a device allows it.
+
+        Raises ValueError where trees of different depth were verified.
+        """
+        found = sorted({left.fold_above for left in records})
+        if len(found) != 1:
+            raise ValueError(f"records have fold_above {found}; one value is allowed")
+        pairs = zip(states, records, strict=True)
+        histories = history_lib.append_layers(
+            [dataclasses.replace(state, state=left.state) for state, left in pairs],
+            [(left.k, left.pseudo_values, left.log_decay) for left in records],
+            accepted.path,
+            accepted.count,
+            fold_above=found[0],
+            impl=self.impl,
+        )
+        return tuple(histories)
 
     def materialize(self, state):
         return history_lib.fold(state, impl=self.impl)
 
     def nbytes(self, state) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+    def record_nbytes(self, records) -> int:
+        nodes = (records.k, records.pseudo_values, records.log_decay)
+        return super().record_nbytes(nodes)  # S lies where it was
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +132,10 @@ class Fused(_Deferring):
         if depth > self.depth:
             raise ValueError(f"depth is {self.depth}; this tree needs {depth} or more")
 
-    def folds(self, count, depth):
-        """Tell which rows fold: those that accepted a path."""
+    def fold_above(self, depth: int) -> int:
+        """Return the most records of a row that does not fold: none."""
         del depth
-        return count > 0
+        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +162,6 @@ class Deferred(_Deferring):
                 f"nodes, so {depth + 1} or more is allowed"
             )
 
-    def folds(self, count, depth):
-        """Tell which rows fold: where a path more might not fit."""
-        return count + depth + 1 > self.horizon
+    def fold_above(self, depth: int) -> int:
+        """Return the most records of a row that has room for a path more."""
+        return self.horizon - depth - 1

@@ -130,7 +130,7 @@ def generate(
     tokens, lengths = prompts_lib.pad(rows, max_position)
     capacity = min(tokens.shape[1] + max_new_tokens, max_position)
     state = program.start(tokens, lengths, rules, capacity, max_new_tokens)
-    sizes = program.state_bytes(state)
+    sizes = program.state_bytes(state, lifecycle)
     state = _finish(program, state, rules, max_new_tokens, on_tokens)
     return _read(state, sizes)
 
@@ -203,11 +203,13 @@ class _Program:
             sampling=self.sampling,
         )
 
-    def state_bytes(self, state: loop.LoopState) -> dict[str, int]:
+    def state_bytes(
+        self, state: loop.LoopState, lifecycle: commit_lib.Lifecycle
+    ) -> dict[str, int]:
         """Return the bytes of the allocated state, and of the records of one step."""
         shapes = _records.eval_shape(self.build, self.params, state.cache, state.tree)
         mtp_kv = [getattr(state.draft, name, ()) for name in ("key", "value")]
-        return cache_lib.state_bytes(state.cache, shapes, mtp_kv)
+        return cache_lib.state_bytes(state.cache, shapes, mtp_kv, lifecycle)
 
 
 @functools.partial(jax.jit, static_argnames="build")

@@ -14,6 +14,7 @@ here the records of an accepted path of any tree are appended in its order.
 """
 
 import typing
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -81,39 +82,35 @@ def empty(
     )
 
 
-def append(
-    history: History,
-    k: Float[Array, "B n Hk Dk"],
-    pseudo_values: Float[Array, "B n Hv Dv"],
-    log_decay: Float[Array, "B n Hv"],
+def append_layers(
+    histories: Sequence[History],
+    nodes: Sequence[Sequence[Array]],
     path: Int[Array, "B P"],
     count: Int[Array, " B"],
     *,
+    fold_above: int | None = None,
     impl: str | None = None,
-) -> History:
-    """Append the records of the first `count` nodes of each path.
+) -> list[History]:
+    """Append the first `count` nodes of each path to the histories of some layers.
 
+    `nodes` are k, pseudo_values and log_decay of each layer.
+
+    A row that `verify` folded with the same `fold_above` begins anew; None: none does.
     No other slot changes; there has to be room.
     """
-    past_k, past_pseudo_values, past_log_decay = append_op.history_append(
-        history.k,
-        history.pseudo_values,
-        history.log_decay,
-        history.count,
-        k,
-        pseudo_values,
-        log_decay,
+    pasts = [
+        append_op.Past(x.k, x.pseudo_values, x.log_decay, x.count) for x in histories
+    ]
+    pasts = append_op.append_layers(
+        pasts,
+        nodes,
         path,
         count,
+        fold_above=fold_above,
         impl=append_op.IMPLEMENTATIONS.nearest(impl),
     )
-    return History(
-        state=history.state,
-        k=past_k,
-        pseudo_values=past_pseudo_values,
-        log_decay=past_log_decay,
-        count=history.count + count,
-    )
+    pairs = zip(histories, pasts, strict=True)
+    return [History(history.state, *past) for history, past in pairs]
 
 
 def fold(history: History, *, impl: str | None = None) -> Float[Array, "B Hv Dv Dk"]:
@@ -139,7 +136,7 @@ def verify(
     log_decay: Float[Array, "B n Hv"],
     beta: Float[Array, "B n Hv"],
     history: History,
-    folds: Bool[Array, " B"],
+    fold_above: int,
     tree: tree_lib.DraftTree,
     *,
     impl: str | None = None,
@@ -148,9 +145,9 @@ def verify(
 ) -> tuple[verify_lib.Verified, History]:
     """Run the gated delta rule over all nodes of a tree behind a history.
 
-    Rows where `folds` is true write S_0 over their state, in the same pass, and leave
-    an empty history; the state of other rows keeps its bits. Both give the outputs that
-    `treewy_jax.verify.verify` gives from S_0.
+    Rows of more than `fold_above` records write S_0 over their state, in the same pass,
+    and leave an empty history; the state of other rows keeps its bits. Both give the
+    outputs that `treewy_jax.verify.verify` gives from S_0.
 
     Args, Returns, Raises: see `treewy_jax.verify.verify`.
     """
@@ -159,6 +156,7 @@ def verify(
         verify_lib.spec_of(arrays, tree, precision, output_dtype),
         horizon=history.horizon,
         record_dtype=history.k.dtype.name,
+        fold_above=fold_above,
     )
     name = IMPLEMENTATIONS.choose(spec, impl).name
     accumulation = jnp.dtype(spec.accumulation_dtype)
@@ -166,15 +164,20 @@ def verify(
     log_decay = verify_lib.zero_padding(log_decay, tree)
     run = _run_reference if name == implementations.REFERENCE else _run_kernel(name)
     rows = (q, k, v, log_decay, beta)
-    output, pseudo_values, state = run(spec, rows, history, folds, tree)
+    output, pseudo_values, state = run(spec, rows, history, tree)
     verified = verify_lib.verified(spec, output, pseudo_values, log_decay, tree)
-    count = jnp.where(folds, 0, history.count)
+    count = jnp.where(folding(history.count, spec), 0, history.count)
     return verified, History(
         state, history.k, history.pseudo_values, history.log_decay, count
     )
 
 
-def _run_reference(spec, rows, history, folds, tree):
+def folding(count: Int[Array, "..."], spec: specs.Spec) -> Bool[Array, "..."]:
+    """Tell which rows fold, by their numbers of records."""
+    return specs.records(count, spec) > spec.fold_above
+
+
+def _run_reference(spec, rows, history, tree):
     dtype = jnp.dtype(spec.accumulation_dtype)
     exact = History(
         *(
@@ -195,15 +198,16 @@ def _run_reference(spec, rows, history, folds, tree):
         jnp.max(tree.deepest(), initial=0),
     )  # fmt: skip
     written = before.astype(history.state.dtype)
-    state = jnp.where(folds[:, None, None, None], written, history.state)
+    folds = folding(history.count, spec)[:, None, None, None]
+    state = jnp.where(folds, written, history.state)
     return output, pseudo_values, state
 
 
 def _run_kernel(name):
-    def run(spec, rows, history, folds, tree):
+    def run(spec, rows, history, tree):
         return IMPLEMENTATIONS.module(name).history_verify(
             *rows, history.state, history.k, history.pseudo_values, history.log_decay,
-            history.count, folds, tree.ancestors(), tree.size, tree.deepest(),
+            history.count, tree.ancestors(), tree.size, tree.deepest(),
             spec=spec,
         )  # fmt: skip
 

@@ -7,8 +7,10 @@ the batch, so rows are moved and freed without knowing what they hold.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 from jaxtyping import Array, Float
 
 from treewy_jax import accept
@@ -52,6 +54,12 @@ class Lifecycle(Protocol):
         """Return the state after the accepted path; rows with count 0 keep theirs."""
         ...
 
+    def commit_layers(
+        self, states: Sequence[Any], records: Sequence[Any], accepted: accept.Accepted
+    ) -> tuple[Any, ...]:
+        """Return what `commit` returns for each layer, at once where that is faster."""
+        ...
+
     def materialize(self, state: Any) -> Float[Array, "B Hv Dv Dk"]:
         """Return the plain state S."""
         ...
@@ -60,10 +68,14 @@ class Lifecycle(Protocol):
         """Return the bytes of the committed state (records not counted)."""
         ...
 
+    def record_nbytes(self, records: Any) -> int:
+        """Return the bytes of records, without a state that was written in place."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What all lifecycles are asked for."""
+    """What all lifecycles are asked for, and what they do alike."""
 
     state_dtype: str = "float32"
     impl: str | None = None
@@ -72,6 +84,18 @@ class Options:
     def __post_init__(self):
         check_dtype("state_dtype", self.state_dtype)
         verify_lib.check_impl(self.impl)
+
+    def commit_layers(self, states, records, accepted) -> tuple[Any, ...]:
+        """Commit one layer after the other."""
+        pairs = zip(states, records, strict=True)
+        return tuple(self.commit(*pair, accepted) for pair in pairs)
+
+    def commit(self, state, records, accepted):
+        raise NotImplementedError
+
+    def record_nbytes(self, records) -> int:
+        leaves = jax.tree.leaves(records)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def check_dtype(name: str, dtype: str) -> None:

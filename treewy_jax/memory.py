@@ -14,12 +14,9 @@ and n nodes verified (root and drafts):
                  all but store-all   L (Hk Dk a + Hv Dv f + Hv f)   key, pseudo-value,
                                                                     decay
                  all                 L C a + kv                     raw conv row, KV
-               and once the state as it leaves verification: fused and deferred S + 4 L,
-               store-all (n + 1) S + 4 L
 
-That state takes the memory of the one that verification got where a program calls layer
-by layer (scripts/bench_commit.py); where it scans over layers, as models here do, it is
-another array until commit, and counts.
+A state that verification writes (all but reconstruct) takes the memory of the one it
+got, as nothing reads that any more.
 
 All sizes are in bytes (1 MiB = 2**20), and are those of the arrays that
 `Generation.state_bytes` reports. Qwen3.5 configurations ask for float32 states;
@@ -123,9 +120,8 @@ class Blocks(NamedTuple):
 
     Attributes:
         counted: as the paper counts, one a node for store-all, the root included.
-        allocated: as arrays. Padding nodes have states too, store-all has the committed
-            one beside those of the nodes, and where verification writes states, there
-            are those it got and those it returns until commit.
+        allocated: as arrays. Padding nodes have states too, and store-all has the
+            committed one beside those of the nodes.
     """
 
     counted: int
@@ -200,8 +196,7 @@ def record_bytes(
 ) -> int:
     """Return what verifying n nodes leaves until commit, in bytes a sequence.
 
-    The formula stands at the top of the module. All but reconstruct return the state
-    itself among the records, as it leaves verification: a whole ring of store-all.
+    The formula stands at the top of the module.
 
     Raises:
         ValueError: unknown scheme, negative n, or a dtype that is no float.
@@ -209,13 +204,9 @@ def record_bytes(
     _check_count("n", n)
     node = _conv_row_bytes(shape, activation_dtype)
     node += kv_bytes(shape, 1, activation_dtype)
-    if _scheme(scheme) == "store-all":
-        return _ring_bytes(shape, n, state_dtype) + n * node
-    node += _factor_bytes(shape, state_dtype, activation_dtype)
-    written = 0
-    if _scheme(scheme) in DEFERRING:
-        written = state_bytes(shape, state_dtype) + shape.gdn_layers * COUNT
-    return written + n * node
+    if _scheme(scheme) != "store-all":
+        node += _factor_bytes(shape, state_dtype, activation_dtype)
+    return n * node
 
 
 def blocks(tree: tree_lib.DraftTree | Sequence[int], scheme: str) -> Blocks:
@@ -224,18 +215,14 @@ def blocks(tree: tree_lib.DraftTree | Sequence[int], scheme: str) -> Blocks:
     `tree` is a `DraftTree`, whose largest row counts, or widths.
 
     >>> blocks((3, 3, 3), "store-all")
-    Blocks(counted=40, allocated=82)
+    Blocks(counted=40, allocated=41)
     >>> blocks((3, 3, 3), "reconstruct")
     Blocks(counted=1, allocated=1)
-    >>> blocks((3, 3, 3), "deferred")
-    Blocks(counted=1, allocated=2)
     """
     real, envelope = _nodes(tree)
-    if _scheme(scheme) == "reconstruct":
-        return Blocks(1, 1)
-    if _scheme(scheme) in DEFERRING:
-        return Blocks(counted=1, allocated=2)
-    return Blocks(counted=real, allocated=2 * (envelope + 1))
+    if _scheme(scheme) != "store-all":
+        return Blocks(counted=1, allocated=1)
+    return Blocks(counted=real, allocated=envelope + 1)
 
 
 def per_sequence(

@@ -97,6 +97,12 @@ class Qwen3_5Config:
         return self.full_attention_interval - 1
 
     @property
+    def layer_types(self) -> tuple[str, ...]:
+        """The kind of every layer, as the published configurations name it."""
+        block = ("linear_attention",) * self.gdn_per_block + ("full_attention",)
+        return block * self.num_blocks
+
+    @property
     def rotary_dim(self) -> int:
         """Channels of each attention head that are rotated: the first ones."""
         return int(self.head_dim * self.partial_rotary_factor)
@@ -181,11 +187,10 @@ def _text_fields(config: Qwen3_5Config) -> dict[str, Any]:
     for name in ("intermediate_size",) if config.is_moe else REQUIRED_MOE:
         del text[name]
     half = config.rotary_dim // 2
-    pattern = ["linear_attention"] * config.gdn_per_block + ["full_attention"]
     text |= {name: allowed[0] for name, allowed in FIXED.items() if allowed}
     return text | {
         "eos_token_id": list(config.eos_token_ids) or None,
-        "layer_types": pattern * config.num_blocks,
+        "layer_types": list(config.layer_types),
         "partial_rotary_factor": config.partial_rotary_factor,
         "rope_parameters": {
             "rope_type": "default",

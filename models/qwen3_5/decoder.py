@@ -1,14 +1,11 @@
-"""A decoder layer and the super-block: three GDN layers, then one of attention.
+"""A decoder layer: the recurrence of Gated DeltaNet or attention, then a feed-forward.
 
-Every published size repeats this block, so its parameters are stacked and the model
-scans over blocks; the layers inside are unrolled.
+What a layer keeps between steps is (conv window, lifecycle state) or (keys, values).
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -39,6 +36,52 @@ class DecoderLayer(nnx.Module):
             self.mlp = layers.MLP(
                 config.hidden_size, config.intermediate_size, **options
             )
+        self.attends = attends
+
+    def prefill(
+        self,
+        h: Float[Array, "B T H"],
+        positions: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B T H"], tuple]:
+        """Run right-padded prompts from an empty state; returns rows and what is kept.
+
+        Padding leaves no trace in windows and states, but has keys and values.
+        """
+        if self.attends:
+            return self(h, lambda x: self.self_attn.prefill(x, positions))
+        return self(h, lambda x: self.linear_attn.prefill(x, lengths))
+
+    def verify(
+        self,
+        h: Float[Array, "B n H"],
+        kept: tuple,
+        length: Int[Array, " B"],
+        nodes: "NodeView",
+        lifecycle: commit.Lifecycle,
+    ) -> tuple[Float[Array, "B n H"], tuple]:
+        """Run all nodes; returns rows and (conv rows, lifecycle records) or (k, v)."""
+        if self.attends:
+            mixer = self.self_attn
+            return self(
+                h, lambda x: mixer.verify(x, nodes.positions, kept, length, nodes.mask)
+            )
+        mix = self.linear_attn.verify
+        return self(h, lambda x: mix(x, *kept, nodes.tree, nodes.windows, lifecycle))
+
+    def decode(
+        self, h: Float[Array, "B 1 H"], kept: tuple, length: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B 1 H"], tuple]:
+        """Run one token by the plain recurrence; returns its row and what is kept."""
+
+        def mix(x):
+            if self.attends:
+                y, after = self.self_attn.decode(x[:, 0], kept, length)
+            else:
+                y, after = self.linear_attn.decode(x[:, 0], *kept)
+            return y[:, None], after
+
+        return self(h, mix)
 
     def __call__(
         self, h: Float[Array, "B T H"], mix: Callable
@@ -63,89 +106,3 @@ class NodeView(NamedTuple):
     windows: Int[Array, "B n W"]
     positions: Int[Array, "B n"]
     mask: Bool[Array, "B n n"]
-
-
-class SuperBlock(nnx.Module):
-    """`full_attention_interval` layers, the last of which attends.
-
-    What GDN layers keep comes back stacked on a leading axis, attention's as it is.
-    """
-
-    def __init__(self, config: config_lib.Qwen3_5Config, *, dtype, rngs):
-        options = dict(dtype=dtype, rngs=rngs)
-        gdn = range(config.gdn_per_block)
-        self.layers = nnx.List(
-            [DecoderLayer(config, attends=False, **options) for _ in gdn]
-            + [DecoderLayer(config, attends=True, **options)]
-        )
-
-    def prefill(
-        self,
-        h: Float[Array, "B T H"],
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-    ) -> tuple[Float[Array, "B T H"], tuple]:
-        """Returns rows and ((windows, states), (keys, values))."""
-        *recurrent, attending = self.layers
-        kept = []
-        for layer in recurrent:
-            h, k = layer(h, lambda x, m=layer.linear_attn: m.prefill(x, lengths))
-            kept.append(k)
-        mixer = attending.self_attn
-        h, kv = attending(h, lambda x: mixer.prefill(x, positions))
-        return h, (_stack(kept), kv)
-
-    def verify(
-        self,
-        h: Float[Array, "B n H"],
-        cache: tuple,
-        length: Int[Array, " B"],
-        nodes: NodeView,
-        lifecycle: commit.Lifecycle,
-    ) -> tuple[Float[Array, "B n H"], tuple]:
-        """Returns rows and ((conv rows, lifecycle records), (keys, values))."""
-        (windows, states), prefix = cache
-        *recurrent, attending = self.layers
-        kept = []
-        for i, layer in enumerate(recurrent):
-            window, state = jax.tree.map(lambda leaf, i=i: leaf[i], (windows, states))
-            mixer = layer.linear_attn
-            h, k = layer(
-                h,
-                lambda x, m=mixer, w=window, s=state: m.verify(
-                    x, w, s, nodes.tree, nodes.windows, lifecycle
-                ),
-            )
-            kept.append(k)
-        mixer = attending.self_attn
-        h, kv = attending(
-            h,
-            lambda x: mixer.verify(x, nodes.positions, prefix, length, nodes.mask),
-        )
-        return h, (_stack(kept), kv)
-
-    def decode(
-        self, h: Float[Array, "B 1 H"], cache: tuple, length: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B 1 H"], tuple]:
-        """Run one token by the plain recurrence; returns its row and the new cache."""
-        (windows, states), prefix = cache
-        *recurrent, attending = self.layers
-        kept = []
-        for i, layer in enumerate(recurrent):
-            mix = _one_token(layer.linear_attn.decode, windows[i], states[i])
-            h, k = layer(h, mix)
-            kept.append(k)
-        h, kv = attending(h, _one_token(attending.self_attn.decode, prefix, length))
-        return h, (_stack(kept), kv)
-
-
-def _one_token(decode: Callable, *state) -> Callable:
-    def mix(x):
-        y, kept = decode(x[:, 0], *state)
-        return y[:, None], kept
-
-    return mix
-
-
-def _stack(kept: list) -> tuple:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *kept)

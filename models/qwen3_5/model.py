@@ -1,8 +1,12 @@
-"""The Qwen3.5 text model, dense or mixture of experts, scanned over super-blocks.
+"""The Qwen3.5 text model, dense or mixture of experts.
 
-Every method is a pure function of the parameters and its arguments: split the module
-once with `nnx.split`, merge it inside `jit`.
+Layers are run one by one, each with arrays of its own: a scan over stacked weights and
+states would copy those of every layer before they are read. Every method is a pure
+function of the parameters and its arguments: split the module once with `nnx.split`,
+merge it inside `jit`.
 """
+
+import itertools
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,14 +20,17 @@ from treewy_jax import tree as tree_lib
 
 
 class Qwen3_5(nnx.Module):
-    """Embedding, blocks of three GDN layers and one of attention, norm, output head."""
+    """Embedding, GDN layers with one of attention behind every three, norm, head."""
 
     def __init__(self, config: config_lib.Qwen3_5Config, *, rngs, dtype=jnp.float32):
         size, options = config.hidden_size, dict(dtype=dtype, rngs=rngs)
         self.embed_tokens = nnx.Embed(
             config.vocab_size, size, param_dtype=dtype, rngs=rngs
         )
-        self.blocks = _stacked_blocks(config, dtype, rngs)
+        self.layers = nnx.List(
+            decoder.DecoderLayer(config, attends=kind == "full_attention", **options)
+            for kind in config.layer_types
+        )
         self.norm = layers.RMSNorm(size, eps=config.rms_norm_eps, dtype=dtype)
         if not config.tie_word_embeddings:
             self.lm_head = layers.linear(size, config.vocab_size, **options)
@@ -58,16 +65,15 @@ class Qwen3_5(nnx.Module):
     ) -> tuple[Float[Array, "B T H"], tuple]:
         """Run right-padded prompts from an empty state.
 
-        Returns hidden states after the final norm and, each leading with [blocks],
-        ((windows, states), (keys, values)); padding leaves no trace in the first pair.
+        Returns hidden states after the final norm, and what the layers keep: one
+        (window, state) for each GDN layer, one (keys, values) for each of attention.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
-        def body(block, h, _):
-            return block.prefill(h, positions, lengths)
+        def prefill(layer, h, _):
+            return layer.prefill(h, positions, lengths)
 
-        h, kept = self._scan(body, self.embed(tokens), None)
-        return self.norm(h), kept
+        return self._run(prefill, self.embed(tokens))
 
     def verify(
         self,
@@ -78,8 +84,8 @@ class Qwen3_5(nnx.Module):
     ) -> tuple[Float[Array, "B n H"], tuple]:
         """Run every node of `tree` behind `length` tokens; `cache` is only read.
 
-        `cache` and the records returned are laid out as `prefill`'s second result, with
-        lifecycle states and records for states.
+        `cache` is laid out as `prefill`'s second result, with lifecycle states, and so
+        are the records returned: (conv rows, lifecycle records), (keys, values).
         """
         nodes = decoder.NodeView(
             tree=tree,
@@ -88,40 +94,27 @@ class Qwen3_5(nnx.Module):
             mask=tree.ancestors(include_self=True),
         )
 
-        def body(block, h, block_cache):
-            return block.verify(h, block_cache, length, nodes, lifecycle)
+        def verify(layer, h, kept):
+            return layer.verify(h, kept, length, nodes, lifecycle)
 
-        h, records = self._scan(body, self.embed(tree.tokens), cache)
-        return self.norm(h), records
+        return self._run(verify, self.embed(tree.tokens), cache)
 
     def decode(
         self, token: Int[Array, " B"], cache: tuple, length: Int[Array, " B"]
     ) -> tuple[Float[Array, "B 1 H"], tuple]:
         """Run one token by the plain recurrence; returns its row and the new cache."""
 
-        def body(block, h, block_cache):
-            return block.decode(h, block_cache, length)
+        def decode(layer, h, kept):
+            return layer.decode(h, kept, length)
 
-        h, cache = self._scan(body, self.embed(token[:, None]), cache)
-        return self.norm(h), cache
+        return self._run(decode, self.embed(token[:, None]), cache)
 
-    def _scan(self, body, h, xs):
-        """Scan `body(block, h, x) -> (h, y)` over the stacked blocks."""
-        graphdef, params = nnx.split(self.blocks)
-
-        def one(h, block_and_x):
-            block_params, x = block_and_x
-            return body(nnx.merge(graphdef, block_params), h, x)
-
-        return lax.scan(one, h, (params, xs))
-
-
-def _stacked_blocks(config, dtype, rngs) -> decoder.SuperBlock:
-    """Create the super-blocks with every parameter stacked on a leading axis."""
-
-    @nnx.split_rngs(splits=config.num_blocks)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def create(rngs):
-        return decoder.SuperBlock(config, dtype=dtype, rngs=rngs)
-
-    return create(rngs)
+    def _run(self, run, h, cache=None):
+        """Run `run(layer, h, kept) -> (h, kept)` over the layers, then the norm."""
+        before = [itertools.repeat(None)] * 2 if cache is None else map(iter, cache)
+        recurrent, attended = before
+        after: tuple[list, list] = [], []
+        for layer in self.layers:
+            h, kept = run(layer, h, next(attended if layer.attends else recurrent))
+            after[layer.attends].append(kept)
+        return self.norm(h), tuple(map(tuple, after))

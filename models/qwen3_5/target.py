@@ -1,7 +1,6 @@
 """Qwen3.5 as the decode loop sees it: a `Target`, and a `DraftHead` beside it."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -37,25 +36,31 @@ class Qwen3_5Target:
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int
     ) -> tuple[Float[Array, "B T H"], cache_lib.HybridCache]:
         """Run right-padded prompts; the KV cache gets `capacity` slots."""
-        hidden, kept = self.module.prefill(tokens, lengths)
-        (windows, states), kv = kept
-        spare = ((0, 0), (0, 0), (0, capacity - tokens.shape[1]), (0, 0), (0, 0))
-        key, value = (jnp.pad(rows, spare) for rows in kv)
+        hidden, (recurrent, attended) = self.module.prefill(tokens, lengths)
         key_heads = self.module.config.linear_num_key_heads
-        init = functools.partial(self.lifecycle.init, key_heads=key_heads)
-        recurrent = jax.vmap(jax.vmap(init))(states)
-        return hidden, cache_lib.HybridCache(recurrent, windows, key, value, lengths)
+        spare = ((0, 0), (0, capacity - tokens.shape[1]), (0, 0), (0, 0))
+        windows, states = zip(*recurrent, strict=True)
+        states = (self.lifecycle.init(state, key_heads) for state in states)
+        key, value = zip(
+            *jax.tree.map(lambda x: jnp.pad(x, spare), attended), strict=True
+        )
+        cache = cache_lib.HybridCache(tuple(states), windows, key, value, lengths)
+        return hidden, cache
 
     def verify(
         self, cache: cache_lib.HybridCache, tree: tree_lib.DraftTree
     ) -> tuple[Float[Array, "B n H"], cache_lib.Records]:
         """Run every node of the tree; the cache is only read."""
-        layered = ((cache.window, cache.recurrent), (cache.key, cache.value))
-        hidden, records = self.module.verify(
-            tree, layered, cache.length, self.lifecycle
+        kept = (
+            zip(cache.window, cache.recurrent, strict=True),
+            zip(cache.key, cache.value, strict=True),
         )
-        (rows, recurrent), (key, value) = records
-        return hidden, cache_lib.Records(recurrent, rows, key, value)
+        hidden, (recurrent, attended) = self.module.verify(
+            tree, kept, cache.length, self.lifecycle
+        )
+        rows, records = zip(*recurrent, strict=True)
+        key, value = zip(*attended, strict=True)
+        return hidden, cache_lib.Records(records, rows, key, value)
 
     def logits(self, hidden: Float[Array, "B n H"]) -> Float[Array, "B n V"]:
         """Project hidden states to the vocabulary."""

@@ -1,9 +1,7 @@
 """Which checkpoint tensor each parameter is, and the way in and out.
 
-A parameter path names its tensor; only the leaf differs. Layers of the main model
-are stacked over blocks here and numbered one by one in a checkpoint:
-layer = block * full_attention_interval + place in the block. Names below leave out
-the prefix of the main model ("model." or "model.language_model.").
+A parameter path names its tensor; only the leaf differs. Names below leave out the
+prefix of the main model ("model." or "model.language_model.").
 """
 
 import contextlib
@@ -72,46 +70,24 @@ RULES = (
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One stored tensor of the fused layout: `key` with `shape`, for `path[block]`."""
+    """One stored tensor of the fused layout: `key` with `shape`, for `path`."""
 
     key: str
     shape: tuple[int, ...]
     path: Path
-    block: int | None
     rule: Rule
 
 
-def slots(state: Any, config: config_lib.Qwen3_5Config) -> list[Slot]:
+def slots(state: Any) -> list[Slot]:
     """List the tensors that hold `state` (arrays or their abstract shapes)."""
-    found = []
-    for path, leaf in _flatten(state)[0]:
-        shape = tuple(leaf.shape)
-        if path[0] != "blocks":
-            found.append(_slot(path, None, shape, config))
-            continue
-        if shape[0] != config.num_blocks:
-            raise ValueError(
-                f"parameter {path}: stacked {shape[0]} times, the config has "
-                f"{config.num_blocks} blocks"
-            )
-        blocks = range(config.num_blocks)
-        found += [_slot(path, block, shape[1:], config) for block in blocks]
-    return found
+    return [_slot(path, tuple(leaf.shape)) for path, leaf in _flatten(state)[0]]
 
 
-def _slot(
-    path: Path,
-    block: int | None,
-    shape: tuple[int, ...],
-    config: config_lib.Qwen3_5Config,
-) -> Slot:
+def _slot(path: Path, shape: tuple[int, ...]) -> Slot:
     rule = next(r for r in RULES if path[len(path) - len(r.ours) :] == r.ours)
     names = path[: len(path) - len(rule.ours)] + rule.theirs
-    if block is not None:  # blocks.layers.<place>.<rest> -> layers.<layer>.<rest>
-        layer = block * config.full_attention_interval + names[2]
-        names = ("layers", layer, *names[3:])
     stored = rule.save(np.broadcast_to(np.int8(0), shape)).shape
-    return Slot(".".join(map(str, names)), stored, path, block, rule)
+    return Slot(".".join(map(str, names)), stored, path, rule)
 
 
 def _flatten(state: Any) -> tuple[list[tuple[Path, Any]], Any]:
@@ -151,16 +127,13 @@ def load_weights(
     """
     dtype = checkpoints.memory_dtype(dtype)
     names = _names(reader)
-    sources = [_source(slot, names) for slot in slots(abstract_state, config)]
+    sources = [_source(slot, names) for slot in slots(abstract_state)]
     _check_tensors(sources, reader, names, config)
-    by_path: dict[Path, list[_Source]] = {}
-    for source in sources:
-        by_path.setdefault(source.slot.path, []).append(source)
     leaves, structure = _flatten(abstract_state)
     with _bar(sum(len(source.tensors) for source in sources), progress) as advance:
         filled = [
-            _read_leaf(by_path[path], tuple(leaf.shape), reader, dtype, advance)
-            for path, leaf in leaves
+            _read_leaf(source, tuple(leaf.shape), reader, dtype, advance)
+            for source, (_, leaf) in zip(sources, leaves, strict=True)
         ]
     return jax.tree.unflatten(structure, filled)
 
@@ -285,28 +258,25 @@ def _check_tied(reader: checkpoints.Reader, embedding: str) -> None:
 
 
 def _read_leaf(
-    sources: list[_Source],
+    source: _Source,
     shape: tuple[int, ...],
     reader: checkpoints.Reader,
     dtype: np.dtype | None,
     advance: Callable[[], None],
 ) -> jax.Array:
-    """Read one parameter, block by block, into one array of its final dtype."""
-    if sources[0].slot.key.endswith(KEEP_FLOAT32):
+    """Read one parameter into one array of its final dtype."""
+    if source.slot.key.endswith(KEEP_FLOAT32):
         dtype = jnp.dtype(jnp.float32)
     if dtype is None:
-        keys = [key for source in sources for key, _ in source.tensors]
-        dtype = jnp.result_type(*{reader.dtype(key) for key in keys})
+        dtype = jnp.result_type(*{reader.dtype(key) for key, _ in source.tensors})
 
-    def tensors(source: _Source) -> Iterator[Array]:
+    def tensors() -> Iterator[Array]:
         for key, _ in source.tensors:
             advance()
             yield reader.read(key)
 
     out = np.empty(shape, dtype)
-    for source in sources:
-        block = ... if source.slot.block is None else source.slot.block
-        source.fill(out[block], tensors(source))
+    source.fill(out, tensors())
     return jnp.asarray(out)
 
 
@@ -343,11 +313,12 @@ def save_checkpoint(
         dtype: of the stored tensors but `STORE_FLOAT32`; None stores as in memory.
     """
     leaves = dict(_flatten(params)[0])
+    _check_depth(leaves, config)
     dtype = None if dtype is None else jnp.dtype(dtype)
     name = (dtype or leaves["embed_tokens", "embedding"].dtype).name
     raw = dataclasses.replace(config, dtype=name).to_hf(layout)
     stored = {}
-    for slot in sorted(slots(params, config), key=_reading_order):
+    for slot in sorted(slots(params), key=_reading_order):
         keep = slot.key.endswith(STORE_FLOAT32)
         target = jnp.dtype(jnp.float32) if keep else dtype
         stored[_stored_name(slot, layout)] = _Stored(slot, leaves[slot.path], target)
@@ -360,6 +331,14 @@ def save_checkpoint(
     elif tokenizer is not None:
         documents["tokenizer.json"] = tokenizer.to_str(pretty=True)
     checkpoints.write_folder(folder, stored, documents, max_shard_bytes)
+
+
+def _check_depth(leaves: dict[Path, Any], config: config_lib.Qwen3_5Config) -> None:
+    found = len({path[1] for path in leaves if path[0] == "layers"})
+    if found != config.num_hidden_layers:
+        raise ValueError(
+            f"params has {found} layers; the config says {config.num_hidden_layers}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,8 +354,7 @@ class _Stored:
         return math.prod(self.slot.shape) * (self.dtype or self.leaf.dtype).itemsize
 
     def read(self) -> Array:
-        block = ... if self.slot.block is None else self.slot.block
-        array = self.slot.rule.save(np.asarray(self.leaf[block]))
+        array = self.slot.rule.save(np.asarray(self.leaf[...]))
         return np.ascontiguousarray(array, self.dtype)
 
 

@@ -3,58 +3,56 @@
 import dataclasses
 import pathlib
 
-from jax.experimental import pallas as pl
-
 from pallas_kernels import gpu, tuning
 from pallas_kernels.history_append import spec as specs
 
 TUNED = pathlib.Path(__file__).parent / "tuned"
 
-# A GPU runs about so many small programs at once.
-PROGRAMS = 4096
+# Elements of a thread that are on their way at once.
+FEWEST, MOST = 16, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the GPU kernel is cut.
+    """How the GPU kernel is cut: a program has one row of a layer.
 
     Attributes:
-      pieces: programs that share one record.
+      records: records that it asks for before it writes any; a power of two.
       num_warps: warps of a program.
-      num_stages: software pipeline depth of a program, which has no loop.
+      num_stages: software pipeline depth of a program.
     """
 
-    pieces: int
-    num_warps: int = 1
+    records: int
+    num_warps: int = 16
     num_stages: int = 1
 
 
 def choose(
-    spec: specs.Spec, platform: str, device_kind: str, explicit: Config | None = None
+    spec: specs.Spec, device_kind: str, explicit: Config | None = None
 ) -> Config:
     """Return the explicit configuration, else the tuned one, else a heuristic.
 
-    Raises ValueError for an explicit one that makes no piece.
+    Raises ValueError for an explicit one whose records are no power of two.
     """
     if explicit is not None:
-        if explicit.pieces < 1:
-            raise ValueError(f"pieces is {explicit.pieces}; 1 or more is allowed")
+        records = explicit.records
+        if records < 1 or records & (records - 1):
+            raise ValueError(f"records is {records}; a power of two is allowed")
         return explicit
     found = tuning.lookup(TUNED, device_kind, spec)
-    return Config(**found) if found else heuristic(spec, platform)
+    return Config(**found) if found else heuristic(spec)
 
 
-def heuristic(spec: specs.Spec, platform: str) -> Config:
-    """Guess: pieces for one wave of programs, none too small for a warp.
+def heuristic(spec: specs.Spec) -> Config:
+    """Guess: a path at once, by as many threads as find some elements each.
 
-    Programs of one warp need no barrier where a cast changes who holds what.
+    Of a longer path as many records as the registers of these threads hold.
     """
-    if platform != "gpu":
-        return Config(pieces=1)
-    records, values = spec.batch * spec.path, spec.value_heads * spec.value_dim
-    pieces = 16
-    while pieces > 1 and (records * pieces > PROGRAMS or values < 128 * pieces):
-        pieces //= 2
-    # At most 32 pseudo-values a thread are on their way at once.
-    warps = pl.cdiv(values, 1024 * pieces)
-    return Config(pieces, num_warps=min(8, gpu.power_of_two(warps, least=1)))
+    widths = (spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim)
+    record = sum(map(gpu.power_of_two, widths))
+    records, warps = gpu.power_of_two(spec.path, least=1), 16
+    while warps > 1 and records * record < FEWEST * 32 * warps:
+        warps //= 2
+    while records > 1 and records * record > MOST * 32 * warps:
+        records //= 2
+    return Config(records, num_warps=warps)

@@ -45,7 +45,6 @@ def history_verify(
     past_pseudo_values: Float[Array, "B m Hv Dv"],
     past_log_decay: Float[Array, "B m Hv"],
     past_count: Int[Array, " B"],
-    fold: Bool[Array, " B"],
     ancestors: Bool[Array, "B n n"],
     sizes: Int[Array, " B"],
     sweeps: Int[Array, " B"],
@@ -60,7 +59,8 @@ def history_verify(
     """Return outputs, float32 pseudo-values, and the state, in the memory of `state`.
 
     As tree_verify behind the first `past_count` records of each row; the state of rows
-    to `fold` takes them in, that of others keeps its bits. Other records are not used.
+    with more than `spec.fold_above` takes them in, that of others keeps its bits. Other
+    records are not used.
     Interpreted where the target is a CPU.
     """
     from pallas_kernels.history_verify import mosaic_gpu_kernel
@@ -80,7 +80,7 @@ def history_verify(
     stored = jax.new_ref(state)
     output, pseudo_values = call(
         q, k, v, log_decay, beta, stored, past_k, past_pseudo_values,
-        past_log_decay.astype(jnp.float32), past_count, fold, ancestors, sizes, sweeps,
+        past_log_decay.astype(jnp.float32), past_count, ancestors, sizes, sweeps,
     )  # fmt: skip
     return output, pseudo_values, jax.freeze(stored)
 

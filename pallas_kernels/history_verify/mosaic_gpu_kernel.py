@@ -22,6 +22,7 @@ from pallas_kernels.tree_verify import mosaic_gpu_plan as tree_plans
 from pallas_kernels.tree_verify import mosaic_gpu_steps as steps
 
 SINCE, REMAINING = 0, 1
+PAST = 3  # of the vectors
 
 
 class Arrays(NamedTuple):
@@ -37,7 +38,6 @@ class Arrays(NamedTuple):
     past_pseudo_values: Any
     past_log_decay: Any
     past_count: Any
-    fold: Any
     ancestors: Any
     sizes: Any
     sweeps: Any
@@ -67,8 +67,9 @@ class Warpgroup(tree_verify.Warpgroup):
     def fetch_row(self, tile):
         """Read what is to be known of the row of a tile."""
         place, arrays = self.place(tile), self.arrays
-        count = lax.clamp(0, arrays.past_count[place.row], self.plan.spec.horizon)
-        return Row(*super().fetch_row(tile), count, arrays.fold[place.row])
+        spec = self.plan.spec
+        count = lax.clamp(0, arrays.past_count[place.row], spec.horizon)
+        return Row(*super().fetch_row(tile), count, count > spec.fold_above)
 
     def _fetch_head_gates(self, row, head):
         decays = [self.arrays.past_log_decay.at[row, :, head]] * 2
@@ -164,28 +165,29 @@ class Warpgroup(tree_verify.Warpgroup):
         rows = pl.ds(2 * plan.wide + layer * plan.records, plan.records)
         return self.keys.at[tile.buffer, key_part, chunk, rows]
 
-    def _prepare_head(self, tile, turn, gates, known, grams):
+    def _share_gates(self, gates):
+        """Write those of the nodes and the log decays of the records to `vectors`."""
         gates, decays = gates
-        self._prepare_past(turn, decays, tile.row)
-        super()._prepare_head(tile, turn, gates, known, grams)
+        super()._share_gates(gates)
+        self.vectors[PAST] = decays
 
-    def _prepare_past(self, turn, decays, row):
-        """Write exp(H - h_j) and exp(H); what follows a record is summed anew."""
+    def _path_decay(self, tile, turn, related):
+        """Write exp(H - h_j) and exp(H); return what tree_verify does.
+
+        What follows a record is summed anew: a difference of sums would lose digits.
+        """
         shape = (64, self.plan.records)
-        self.vectors[0] = decays
-        steps.barrier(interpret=self.interpret)
-        each = self._by_record(self.vectors.at[0, 0])
+        each = self._by_record(self.vectors.at[PAST, 0])
         record, this = (
             plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=steps.TILE)
             for axis in (1, 0)
         )
-        there = record < row.count
+        there = record < tile.row.count
         masks = {SINCE: there & (record > this), REMAINING: there}
         for i, mask in masks.items():
             following = jnp.sum(jnp.where(mask, each, 0.0), axis=1)
             self.since[turn, i] = jnp.exp(following)
-        # The vectors are about to hold what decays the nodes.
-        steps.barrier(interpret=self.interpret)
+        return super()._path_decay(tile, turn, related)
 
     def read_state(self, tile, turn, slots, found):
         """Return S_0 [K; Q]^T = e^H S [K; Q]^T + W^T (K_h [K; Q]^T)."""
@@ -203,7 +205,7 @@ class Warpgroup(tree_verify.Warpgroup):
         """Write S_0 in rows that fold, over S in shared and in global memory."""
         row, head, line = tile.place
 
-        @pl.when(self._folds(tile.row))
+        @pl.when(tile.row.fold)
         def _():
             # The rows are operands of wgmma: all warps have to be done with them.
             steps.barrier(interpret=self.interpret)
@@ -233,19 +235,16 @@ class Warpgroup(tree_verify.Warpgroup):
         )
         rows[...] = total.astype(rows.dtype)
 
-    def _folds(self, row):
-        return row.fold & (row.count > 0)
-
     def refill(self, tile, turn, slots):
         """Start to copy what comes next over rows that were not rewritten."""
         refill = functools.partial(super().refill, tile, turn, slots)
-        pl.when(jnp.logical_not(self._folds(tile.row)))(refill)
+        pl.when(jnp.logical_not(tile.row.fold))(refill)
 
     def refill_rewritten(self, tile, turn, slots):
         """Start to copy what comes next over rewritten rows, once they have left."""
         refill = functools.partial(super().refill, tile, turn, slots)
 
-        @pl.when(self._folds(tile.row))
+        @pl.when(tile.row.fold)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             refill()

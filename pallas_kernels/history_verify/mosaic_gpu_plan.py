@@ -59,6 +59,11 @@ class Plan(plans.Plan):
         return max(super().key_rows, 2 * self.wide + layers * self.records)
 
     @property
+    def vectors(self) -> int:
+        """Those of tree_verify, and the log decays of the records."""
+        return super().vectors + 1
+
+    @property
     def barriers(self) -> dict[str, plans.Barriers]:
         """Barriers: of records, and of what is seen of them, which all write."""
         return super().barriers | {

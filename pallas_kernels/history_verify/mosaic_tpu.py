@@ -42,7 +42,6 @@ def history_verify(
     past_pseudo_values: Float[Array, "B m Hv Dv"],
     past_log_decay: Float[Array, "B m Hv"],
     past_count: Int[Array, " B"],
-    fold: Bool[Array, " B"],
     ancestors: Bool[Array, "B n n"],
     sizes: Int[Array, " B"],
     sweeps: Int[Array, " B"],
@@ -57,7 +56,8 @@ def history_verify(
     """Return outputs, float32 pseudo-values, and the state, in the memory of `state`.
 
     As tree_verify behind the first `past_count` records of each row; the state of rows
-    to `fold` takes them in, that of others keeps its bits. Other records are not used.
+    with more than `spec.fold_above` takes them in, that of others keeps its bits. Other
+    records are not used.
     """
     from jax.experimental.pallas import tpu as pallas_tpu
 
@@ -69,9 +69,7 @@ def history_verify(
     tree_specs, value = tree_verify.block_specs(spec, config, nodes)
     small = pl.BlockSpec(memory_space=pallas_tpu.SMEM)
     output, pseudo_values, new_state = pl.pallas_call(
-        functools.partial(
-            _kernel, precision=spec.precision, sync_copy=pallas_tpu.sync_copy
-        ),
+        functools.partial(_kernel, spec=spec, sync_copy=pallas_tpu.sync_copy),
         grid=(spec.batch, spec.value_heads, spec.value_dim // config.block_v),
         in_specs=[*tree_specs, *_past_specs(spec, config, past), small, small],
         out_specs=[value, value, pl.BlockSpec(memory_space=pl.ANY)],
@@ -85,7 +83,7 @@ def history_verify(
         interpret=platform == "cpu",
         cost_estimate=verify_specs.cost_estimate(spec),
         name="history_verify",
-    )(*rows, state, *past, fold.astype(jnp.int32), sweeps)
+    )(*rows, state, *past, past_count, sweeps)
     output, pseudo_values = (jnp.swapaxes(x, 1, 2) for x in (output, pseudo_values))
     return output[:, : spec.nodes], pseudo_values[:, : spec.nodes], new_state
 
@@ -105,10 +103,10 @@ def _past_rows(past_k, past_pseudo_values, past_log_decay, past_count):
 
 
 def _kernel(
-    q, k, v, log_decay, beta, ancestors, state, past_k, written, remaining, fold,
-    sweeps, output, pseudo_values, new_state, folded, *, precision, sync_copy,
+    q, k, v, log_decay, beta, ancestors, state, past_k, written, remaining, past_count,
+    sweeps, output, pseudo_values, new_state, folded, *, spec, sync_copy,
 ):  # fmt: skip
-    dot = functools.partial(tree_verify.product, fast=precision == "fast")
+    dot = functools.partial(tree_verify.product, fast=spec.precision == "fast")
     queries, keys, tile, strength = q[...], k[...], state[...], beta[...]
     records, written = past_k[...], written[...]
     decay, from_state = body.path_decay(log_decay[...], ancestors[...] != 0)
@@ -130,7 +128,7 @@ def _kernel(
     output[...] = seen.astype(output.dtype)
     pseudo_values[...] = solved
 
-    @pl.when(fold[row] != 0)
+    @pl.when(specs.records(past_count[row], spec) > spec.fold_above)
     def _():
         exact = tree_verify.product(written, records, 0, 0, fast=False)
         new = remaining[...] * tile.astype(jnp.float32) + exact

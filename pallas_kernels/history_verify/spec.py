@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from pallas_kernels import refusals
 from pallas_kernels.tree_verify import spec as verify_specs
@@ -13,11 +14,13 @@ class Spec(verify_specs.Spec):
     """A call of tree_verify, and the history before its tree.
 
     `horizon` bounds the records of a row, `record_dtype` is that of their keys and
-    pseudo-values. Bytes and flops are those of rows that fold nothing.
+    pseudo-values. A row of more than `fold_above` records, 0 or more, folds them into
+    its state. Bytes and flops are those of rows that fold nothing.
     """
 
     horizon: int
     record_dtype: str
+    fold_above: int
 
     @property
     def bytes_moved(self) -> int:
@@ -42,10 +45,24 @@ class Spec(verify_specs.Spec):
         return super().flops + self.batch * (grams + reads)
 
 
-def extend(spec: verify_specs.Spec, *, horizon: int, record_dtype: str) -> Spec:
-    """Return the call `spec` of tree_verify with a history before it."""
+def extend(
+    spec: verify_specs.Spec, *, horizon: int, record_dtype: str, fold_above: int = 0
+) -> Spec:
+    """Return the call `spec` of tree_verify with a history before it.
+
+    Raises ValueError for a negative `fold_above`.
+    """
+    if fold_above < 0:  # a row without records would fold nothing
+        raise ValueError(f"fold_above is {fold_above}; 0 or more is allowed")
     fields = {x.name: getattr(spec, x.name) for x in dataclasses.fields(spec)}
-    return Spec(**fields, horizon=horizon, record_dtype=record_dtype)
+    return Spec(
+        **fields, horizon=horizon, record_dtype=record_dtype, fold_above=fold_above
+    )
+
+
+def records(past_count: Int[Array, "..."], spec: Spec) -> Int[Array, "..."]:
+    """Return how many records rows have; others would be read from elsewhere."""
+    return jnp.clip(past_count, 0, spec.horizon)
 
 
 def unsupported(spec: Spec) -> str | None:

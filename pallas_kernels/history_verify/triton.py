@@ -49,7 +49,6 @@ def history_verify(
     past_pseudo_values: Float[Array, "B m Hv Dv"],
     past_log_decay: Float[Array, "B m Hv"],
     past_count: Int[Array, " B"],
-    fold: Bool[Array, " B"],
     ancestors: Bool[Array, "B n n"],
     sizes: Int[Array, " B"],
     sweeps: Int[Array, " B"],
@@ -64,7 +63,8 @@ def history_verify(
     """Return outputs, float32 pseudo-values, and the state, in the memory of `state`.
 
     As tree_verify behind the first `past_count` records of each row; the state of rows
-    to `fold` takes them in, that of others keeps its bits. Other records are not read.
+    with more than `spec.fold_above` takes them in, that of others keeps its bits. Other
+    records are not read.
     """
     platform, device_kind = device.target()
     config = _choose(spec, platform, device_kind, config)
@@ -81,7 +81,6 @@ def history_verify(
         in_specs=[
             *tree_specs[:6],
             *_past_specs(spec, config),
-            scalar,
             scalar,
             *tree_specs[6:],
         ],
@@ -100,7 +99,7 @@ def history_verify(
         name="history_verify",
     )(
         q, k, v, log_decay, beta, state, past_k, past_pseudo_values, past_log_decay,
-        past_count, fold.astype(jnp.int32), ancestors, sizes, sweeps,
+        past_count, ancestors, sizes, sweeps,
     )  # fmt: skip
 
 
@@ -147,7 +146,7 @@ class _Past(NamedTuple):
 
 def _kernel(
     q, k, v, log_decay, beta, state, past_k, past_pseudo_values, past_log_decay,
-    past_count, fold, ancestors, sizes, sweeps, output, pseudo_values, new_state,
+    past_count, ancestors, sizes, sweeps, output, pseudo_values, new_state,
     *, spec, config,
 ):  # fmt: skip
     split = body.splitter(spec)
@@ -157,8 +156,7 @@ def _kernel(
     queries, keys = (split(read(x.at[...], x.shape)) for x in (q, k))
     related = tree_verify.read_square(ancestors, nodes=spec.nodes, size=size)
     gates = [read(x.at[:, :], (nodes, heads)) for x in (log_decay, beta)]
-    # More records than there is room for would be read from elsewhere.
-    count = jnp.clip(past_count[...], 0, spec.horizon)
+    count = specs.records(past_count[...], spec)
     past = _Past(past_k, past_pseudo_values, past_log_decay, count)
     records = split(past.rows(past_k.at[...], past_k.shape))
 
@@ -177,7 +175,8 @@ def _kernel(
         def one_block(i, _):
             lines = pl.ds(i * config.block_v, config.block_v)
             stored = gpu.load(state.at[head, lines, :])
-            pl.when(fold[...] != 0)(lambda: _fold(stored, past, new_state, head, lines))
+            folds = specs.records(past_count[...], spec) > spec.fold_above
+            pl.when(folds)(lambda: _fold(stored, past, new_state, head, lines))
             tile = split(stored)
             values = (past_k.shape[0], config.block_v)
             written = past.rows(past_pseudo_values.at[:, head, lines], values)

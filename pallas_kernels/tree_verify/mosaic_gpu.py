@@ -173,7 +173,7 @@ def scratch(plan: plans.Plan, interpret: bool) -> dict[str, Any]:
         "rows": operand(state, plan.spec.state_dtype),
         "matrix": operand(matrix, jnp.bfloat16),
         "shared": plgpu.SMEM((teams, heads, 2, 64), jnp.float32),
-        "vectors": plgpu.SMEM((plan.warpgroups, 3, 2, 64), jnp.float32),
+        "vectors": plgpu.SMEM((plan.warpgroups, plan.vectors, 2, 64), jnp.float32),
         "keys": copied(keys, jnp.bfloat16),
     }
     if plan.copied:

@@ -52,12 +52,13 @@ class Warpgroup(copies.Copies):
             pl.when(turn < self.plan.config.heads)(prepare)
 
     def _prepare_head(self, tile, turn, gates, known, grams):
-        del tile
         related, strict = (
             steps.unpack(x, (64, self.plan.wide), interpret=self.interpret)
             for x in known
         )
-        decay, total, strength = self._path_decay(gates, related)
+        self._share_gates(gates)
+        steps.barrier(interpret=self.interpret)
+        decay, total, strength = self._path_decay(tile, turn, related)
         self.shared[turn, 0] = jnp.exp(total)
         self.shared[turn, 1] = strength
         system = self._down(-strength) * (decay * grams[SYSTEM])
@@ -66,13 +67,17 @@ class Warpgroup(copies.Copies):
         weights = decay * grams[WEIGHTS]
         self._write_matrix(turn, WEIGHTS, jnp.where(related, weights, 0.0))
 
-    def _path_decay(self, gates, related):
-        """Return exp(c_t - c_i) at [t, i]; c_t and beta_t by row."""
+    def _share_gates(self, gates):
+        """Write log decay, in multiples of 1/16 and the rest, and beta to `vectors`."""
         strongest = jnp.maximum(gates, specs.STRONGEST_LOG_DECAY)
         high = lax.round(strongest * 16, lax.RoundingMethod.TO_NEAREST_EVEN) / 16
         vectors = self.vectors
         vectors[0], vectors[1], vectors[2] = high, strongest - high, gates
-        steps.barrier(interpret=self.interpret)
+
+    def _path_decay(self, tile, turn, related):
+        """Return exp(c_t - c_i) at [t, i]; c_t and beta_t by row."""
+        del tile, turn
+        vectors = self.vectors
         by_row = []
         for i in range(2):
             x = self._across(self._column(vectors.at[i, 0]))

@@ -203,6 +203,11 @@ class Plan:
         return ("keys", "values", *staged)
 
     @property
+    def vectors(self) -> int:
+        """Pairs of vectors that a warpgroup shares with itself: gates."""
+        return 3
+
+    @property
     def buffers(self) -> tuple[int, ...]:
         """Bytes of each buffer of a block: of teams, their heads, and warpgroups."""
         key_dim, teams = self.spec.key_dim, self.config.teams
@@ -216,7 +221,7 @@ class Plan:
             * self.stages
             * self.chunk
             * jnp.dtype(self.spec.state_dtype).itemsize,
-            self.warpgroups * 3 * 2 * 64 * 4,
+            self.warpgroups * self.vectors * 2 * 64 * 4,
             *(
                 lines * self.wide * jnp.dtype(dtype).itemsize
                 for dtype in (*tiles, *self.staged.values())

@@ -207,11 +207,12 @@ def cadence(cell: Cell, steps: accept_lib.Accepted) -> tuple[float, float]:
     The steps are repeated until where they began does not matter.
     """
     lifecycle, count = cell.lifecycle, np.zeros(cell.group.batch, np.int64)
-    if not hasattr(lifecycle, "folds"):
+    if not hasattr(lifecycle, "fold_above"):
         return 0.0, 0.0
+    most = lifecycle.fold_above(len(cell.group.widths))
     folding = records = taken = 0
     for accepted in np.tile(steps.count, (64, 1)):
-        folds = lifecycle.folds(count, len(cell.group.widths))
+        folds = count > most
         folding, records, taken = (
             folding + folds.sum(),
             records + count.sum(),
@@ -226,8 +227,7 @@ def program(lifecycle: commit.Lifecycle) -> Callable:
 
     What is carried, and returned, is a list of states and the last layer's outputs.
     """
-    # Traced once, however many layers there are.
-    verify, write = jax.jit(lifecycle.verify), jax.jit(lifecycle.commit)
+    verify = jax.jit(lifecycle.verify)  # traced once, however many layers there are
 
     def run(carried, inputs, paths, tree):
         def step(number, carried):
@@ -238,8 +238,8 @@ def program(lifecycle: commit.Lifecycle) -> Callable:
                 output, left = verify(state, rows, tree)
                 records.append(left)
             accepted = jax.tree.map(lambda x: behind(x[number], output), paths)
-            pairs = zip(states, records, strict=True)
-            return [write(*pair, accepted) for pair in pairs], output
+            states = lifecycle.commit_layers(states, records, accepted)
+            return list(states), output
 
         return lax.fori_loop(0, paths.count.shape[0], step, carried)
 

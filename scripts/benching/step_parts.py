@@ -47,8 +47,8 @@ class Part:
 def of_step(subject: step_program.Subject, params: Any) -> list[Part]:
     """Return all parts of a step; `params` may be shapes."""
     module = subject.build(params).module
-    graphdef, stacked = nnx.split(module.blocks)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+    graphdef, params = nnx.split(_first_block(module))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     block = _Block(subject, graphdef, nnx.merge(graphdef, shapes), module)
     found = [
         block.projections(),
@@ -70,7 +70,7 @@ class _Block:
 
     subject: step_program.Subject
     graphdef: Any
-    shapes: decoder.SuperBlock
+    shapes: Sequence[decoder.DecoderLayer]
     module: Any
 
     def projections(self) -> Part:
@@ -100,7 +100,7 @@ class _Block:
         names = ("in_proj_qkv", "in_proj_z", "norm", "out_proj")
         weights = nbytes(
             [[nnx.state(getattr(m, name)) for name in names] for m in self._mixers]
-        ) + nbytes(nnx.state(self.shapes.layers[-1].self_attn))
+        ) + nbytes(nnx.state(self.shapes[-1].self_attn))
         return self._part("projections", function, inputs, weights)
 
     def front(self) -> Part:
@@ -116,11 +116,17 @@ class _Block:
         def inputs(params, state, key):
             noise = Noise(key, state)
             xs = self._rows(noise, state)[:-1]
-            dtype = state.cache.window.dtype
+            dtype = state.cache.window[0].dtype
             rows = [noise(self._config.conv_dim, dtype=dtype) for _ in xs]
             width = self._config.linear_conv_kernel_dim
             numbers = conv.tree_windows(state.tree, width)
-            return self._first(params), xs, rows, list(state.cache.window[0]), numbers
+            return (
+                self._first(params),
+                xs,
+                rows,
+                self._of_block(state.cache.window),
+                numbers,
+            )
 
         names = ("in_proj_a", "in_proj_b", "conv1d")
         weights = nbytes(
@@ -141,8 +147,8 @@ class _Block:
 
         def inputs(params, state, key):
             noise = Noise(key, state)
-            states = list(state.cache.recurrent[0])
-            dtype = state.cache.window.dtype
+            states = self._of_block(state.cache.recurrent)
+            dtype = state.cache.window[0].dtype
             nodes = [_nodes(noise, self._config, dtype) for _ in states]
             return states, nodes, state.tree
 
@@ -180,7 +186,7 @@ class _Block:
         def inputs(params, state, key):
             return self._first(params), self._rows(Noise(key, state), state)
 
-        mlps = [layer.mlp for layer in self.shapes.layers]
+        mlps = [layer.mlp for layer in self.shapes]
         name = "MoE" if self._config.is_moe else "MLP"
 
         def floor(shapes, results):
@@ -197,7 +203,7 @@ class _Block:
 
     @property
     def _mixers(self) -> list:
-        return [layer.linear_attn for layer in self.shapes.layers[:-1]]
+        return [layer.linear_attn for layer in self.shapes[:-1]]
 
     def _part(self, name, function, inputs, weights: int, whole=False) -> Part:
         """A part that reads `weights` and its inputs but the block, writes results."""
@@ -210,21 +216,28 @@ class _Block:
 
     def _first(self, params):
         """Return the first block's parameters."""
-        blocks = nnx.state(self.subject.build(params).module.blocks)
-        return jax.tree.map(lambda x: x[0], blocks)
+        return nnx.state(_first_block(self.subject.build(params).module))
+
+    def _of_block(self, layers: Sequence) -> list:
+        """Return what belongs to the recurrent layers of the first block."""
+        return list(layers[: self._config.gdn_per_block])
 
     def _merge(self, block) -> Sequence[decoder.DecoderLayer]:
-        return list(nnx.merge(self.graphdef, block).layers)
+        return list(nnx.merge(self.graphdef, block))
 
     def _rows(self, noise, state):
         """Return rows of hidden states for every layer."""
-        dtype = self.shapes.layers[0].input_layernorm.weight.dtype
+        dtype = self.shapes[0].input_layernorm.weight.dtype
         size = self._config.hidden_size
-        return [noise(size, dtype=dtype) for _ in self.shapes.layers]
+        return [noise(size, dtype=dtype) for _ in self.shapes]
+
+
+def _first_block(module: Any) -> nnx.List:
+    return nnx.List(module.layers[: module.config.full_attention_interval])
 
 
 def _commit(subject: step_program.Subject) -> Part:
-    """The commit of states, windows and KV rows of all blocks."""
+    """The commit of states, windows and KV rows of all layers."""
     lifecycle = subject.build.lifecycle
 
     def function(cache, records, accepted):
@@ -232,29 +245,24 @@ def _commit(subject: step_program.Subject) -> Part:
 
     def inputs(params, state, key):
         cfg, noise, cache = subject.config, Noise(key, state), state.cache
-        layers = cache.window.shape[:2]
-        dtype = cache.window.dtype
-        many = [_nodes(noise, cfg, dtype) for _ in range(cfg.gdn_per_block)]
-        _, k, v, log_decay, _ = (
-            jnp.broadcast_to(jnp.stack(x), (*layers, *x[0].shape))
-            for x in zip(*many, strict=True)
-        )
-        rows = noise(cfg.conv_dim, dtype=dtype)
+        dtype = cache.window[0].dtype
+        recurrent = []
+        for _ in cache.recurrent:
+            _, k, v, log_decay, _ = _nodes(noise, cfg, dtype)
+            recurrent.append((k, v.astype(jnp.float32), log_decay))
         heads = (cfg.num_key_value_heads, cfg.head_dim)
-        kv = noise(*heads, dtype=cache.key.dtype)
-        kv = jnp.broadcast_to(kv, (layers[0], *kv.shape))
         records = cache_lib.Records(
-            recurrent=(k, v.astype(jnp.float32), log_decay),
-            rows=jnp.broadcast_to(rows, (*layers, *rows.shape)),
-            key=kv,
-            value=kv + 0,
+            recurrent=tuple(recurrent),
+            rows=tuple(noise(cfg.conv_dim, dtype=dtype) for _ in cache.window),
+            key=tuple(noise(*heads, dtype=dtype) for _ in cache.key),
+            value=tuple(noise(*heads, dtype=dtype) for _ in cache.value),
         )
         return jax.tree.map(jnp.copy, cache), records, state.accepted
 
     def floor(shapes, results):
         cache, records, accepted = shapes
         moved = 2 * nbytes((cache.recurrent, cache.window))
-        path, nodes = accepted.path.shape[1], records.rows.shape[3]
+        path, nodes = accepted.path.shape[1], records.rows[0].shape[1]
         taken = nbytes(records) + nbytes((records.key, records.value))
         return moved + taken * path // nodes
 

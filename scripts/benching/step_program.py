@@ -204,9 +204,8 @@ def _lengthen(state: loop.LoopState, length: int, context: int) -> loop.LoopStat
 
     covered = jnp.full_like(state.base, context)
     cache, draft = state.cache, state.draft
-    cache = dataclasses.replace(
-        cache, key=repeat(cache.key), value=repeat(cache.value), length=covered
-    )
+    key, value = jax.tree.map(repeat, (cache.key, cache.value))
+    cache = dataclasses.replace(cache, key=key, value=value, length=covered)
     if isinstance(draft, mtp.MTPState):
         key, value = repeat(draft.key), repeat(draft.value)
         draft = draft._replace(key=key, value=value, length=covered)

@@ -103,9 +103,7 @@ def recorded(tokens: int, heads: int) -> Streams:
 
 
 def _gdn_layers(config) -> list[int]:
-    interval = config.full_attention_interval
-    numbers = range(1, config.num_hidden_layers + 1)
-    return [number - 1 for number in numbers if number % interval]
+    return [i for i, kind in enumerate(config.layer_types) if kind.startswith("linear")]
 
 
 def _record(builder, params, tokens):
@@ -115,7 +113,7 @@ def _record(builder, params, tokens):
     cache = target.prefill(tokens[:, :1], empty, 1)[1]
     chain = tree_lib.DraftTree.chain(tokens.shape[1] - 1).with_tokens(tokens)
     inputs = target.verify(cache, chain)[1].recurrent
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), inputs)
+    return jax.tree.map(lambda *layers: jnp.concatenate(layers), *inputs)
 
 
 def texts(model: checkpoints.Model, count: int, length: int) -> Iterator[np.ndarray]:

@@ -41,5 +41,5 @@ def make(peak: float, total_steps: int) -> optax.GradientTransformation:
 
 
 def _is_matrix(params: trainable.Parameters) -> dict[str, bool]:
-    # By name: the blocks are stacked, so a norm's weight has two dimensions, too.
+    # By name: the weight of a convolution has two dimensions, too.
     return {name: name.endswith(MATRICES) for name in params}

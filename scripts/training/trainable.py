@@ -29,7 +29,7 @@ LOOKUP_ROWS = 8192
 
 
 class TrainableModel(model_lib.Qwen3_5):
-    """Qwen3.5 with a cheap embedding gradient, blocks unrolled, training attention."""
+    """Qwen3.5 with a cheap embedding gradient and attention made for training."""
 
     def __init__(self, config, *, rngs, compute_dtype, cudnn=False, remat=False):
         super().__init__(config, rngs=rngs, dtype=jnp.float32)
@@ -44,31 +44,29 @@ class TrainableModel(model_lib.Qwen3_5):
     def forward(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         """Return hidden states after the final norm, every row T tokens long."""
         h = self.embed(tokens)
-        graphdef, stacked = nnx.split(self.blocks)
+        for layer in self.layers:
+            graphdef, params = nnx.split(layer)
 
-        def run(h, params):
-            return _block(nnx.merge(graphdef, params), h, cudnn=self.cudnn)
+            def run(h, params, graphdef=graphdef):
+                return _layer(nnx.merge(graphdef, params), h, cudnn=self.cudnn)
 
-        for i in range(self.config.num_blocks):
-            params = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
             h = (jax.checkpoint(run) if self.remat else run)(h, params)
         return self.norm(h)
 
 
-def _block(block, h: Array, *, cudnn: bool) -> Array:
-    """One super-block from an empty state; what it would keep is dropped."""
-    lengths = jnp.full(h.shape[0], h.shape[1], jnp.int32)
+def _layer(layer, h: Array, *, cudnn: bool) -> Array:
+    """One layer from an empty state; what it would keep is dropped."""
     positions = jnp.broadcast_to(jnp.arange(h.shape[1]), h.shape[:2])
-    *recurrent, attending = block.layers
-    for layer in recurrent:
-        h, _ = layer(h, lambda x, m=layer.linear_attn: m.prefill(x, lengths))
-    mixer = attending.self_attn
+    if not layer.attends:
+        lengths = jnp.full(h.shape[0], h.shape[1], jnp.int32)
+        return layer.prefill(h, positions, lengths)[0]
+    mixer = layer.self_attn
 
     def attend(x):
         q, gate, k, v = mixer.project(x, positions)
         return mixer.output(attention.causal(q, (k, v), cudnn=cudnn), gate), ()
 
-    return attending(h, attend)[0]
+    return layer(h, attend)[0]
 
 
 @dataclasses.dataclass(frozen=True)

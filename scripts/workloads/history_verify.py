@@ -95,7 +95,7 @@ def _case(tags: set[str], spec: Call) -> base.Case:
         spec=spec,
         inputs=functools.partial(inputs, spec=spec, every=every),
         call=functools.partial(call, spec=spec),
-        exact=functools.partial(exact, nodes=nodes),
+        exact=functools.partial(exact, nodes=nodes, fold_above=spec.fold_above),
         bounds=(bound, bound, 1e-6 if spec.state_dtype == "float32" else 4e-3),
         donate=(STATE,),
         tags=frozenset(tags),
@@ -130,7 +130,12 @@ def _spec(
     )
     folding = _folding(batch, FOLDS[folds])
     counts = _counts(folding, horizon, spec.depth)
-    extended = specs.extend(spec, horizon=horizon, record_dtype=record_dtype)
+    extended = specs.extend(
+        spec,
+        horizon=horizon,
+        record_dtype=record_dtype,
+        fold_above=_room(horizon, spec.depth),
+    )
     return Call(
         **dataclasses.asdict(extended),
         records=int(counts.sum()),
@@ -143,9 +148,14 @@ def _folding(batch: int, every: int) -> np.ndarray:
     return (np.arange(batch) % every == 0) if every else np.zeros(batch, bool)
 
 
+def _room(horizon: int, depth: int) -> int:
+    """Return the most records of a row that has room for a path more."""
+    return max(0, horizon - depth - 1)
+
+
 def _counts(folding: np.ndarray, horizon: int, depth: int) -> np.ndarray:
     """Return records of each row: few enough for a path more, else too many."""
-    room = max(0, horizon - depth - 1)
+    room = _room(horizon, depth)
     turn = np.arange(folding.size)
     many = room + 1 + turn % (horizon - room)
     return np.where(folding, many, turn * 5 % (room + 1)).astype(np.int32)
@@ -185,8 +195,7 @@ def inputs(key: jax.Array, *, spec: Call, every: int) -> tuple[jax.Array, ...]:
     past = [jnp.where(m, x, jnp.nan) for m, x in zip(masks, past, strict=True)]
     tree = recurrent.tree(spec.nodes, spec.batch)
     sweeps = jnp.full((spec.batch,), spec.depth, jnp.int32)
-    ends = (jnp.asarray(count), jnp.asarray(folding))
-    return (*rows, *past, *ends, tree.ancestors(), tree.size, sweeps)
+    return (*rows, *past, jnp.asarray(count), tree.ancestors(), tree.size, sweeps)
 
 
 def call(impl: str, config: Any = None, *, spec: Call) -> Callable:
@@ -196,14 +205,14 @@ def call(impl: str, config: Any = None, *, spec: Call) -> Callable:
     """
     name = history.IMPLEMENTATIONS.choose(spec, impl).name
     if name == "reference":
-        return _reference
+        return functools.partial(_reference, spec=spec)
     kernel = history.IMPLEMENTATIONS.module(name).history_verify
     return functools.partial(kernel, spec=spec, config=config)
 
 
 def _reference(
     q, k, v, log_decay, beta, state, past_k, past_pseudo_values, past_log_decay,
-    past_count, fold, ancestors, sizes, sweeps,
+    past_count, ancestors, sizes, sweeps, *, spec,
 ):  # fmt: skip
     del sizes  # the trees here have no padding
     past = (past_k, past_pseudo_values, past_log_decay)
@@ -212,22 +221,24 @@ def _reference(
     arrays = (q, k, v, log_decay, beta, before, ancestors)
     output, values = wy.verify_reference(*arrays, jnp.max(sweeps))
     written = before.astype(state.dtype)
-    return output, values, jnp.where(fold[:, None, None, None], written, state)
+    folds = history.folding(past_count, spec)[:, None, None, None]
+    return output, values, jnp.where(folds, written, state)
 
 
 def exact(
-    arguments: tuple, rows: Sequence[int], *, nodes: int
+    arguments: tuple, rows: Sequence[int], *, nodes: int, fold_above: int
 ) -> tuple[np.ndarray, ...]:
     """Return outputs, pseudo-values and states of some rows, in float64."""
     found = recurrent.host(arguments[:9], rows)
     state, past = found[STATE], found[STATE + 1 :]
-    count, folds = (np.asarray(x)[np.asarray(rows)] for x in arguments[9:11])
+    count = np.asarray(arguments[9])[np.asarray(rows)]
     before = np.stack(
         [after(*(x[i] for x in (state, *past)), count[i]) for i in range(len(rows))]
     )
     parent = np.asarray(recurrent.tree(nodes, 1).parents())[0]
     output, values, _ = recurrent.every_node(*found[:STATE], before, parent)
-    return output, values, np.where(folds[:, None, None, None], before, state)
+    folds = (count > fold_above)[:, None, None, None]
+    return output, values, np.where(folds, before, state)
 
 
 def after(

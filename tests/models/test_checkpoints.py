@@ -78,17 +78,17 @@ def test_flat_dense_tensors():
     params = flat(models.load(GOLDEN / "dense").params)
     stored = golden("dense")[1]
     layer = "model.layers.2.linear_attn."
-    mixer = ("blocks", "layers", 2, "linear_attn")
+    mixer = ("layers", 2, "linear_attn")
     for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"):
         kernel = params[*mixer, name, "kernel"]
-        np.testing.assert_array_equal(kernel[0], stored[f"{layer}{name}.weight"].T)
+        np.testing.assert_array_equal(kernel, stored[f"{layer}{name}.weight"].T)
     conv = stored[f"{layer}conv1d.weight"][:, 0, :]
-    np.testing.assert_array_equal(params[*mixer, "conv1d", "weight"][0], conv)
+    np.testing.assert_array_equal(params[*mixer, "conv1d", "weight"], conv)
     for name in ("A_log", "dt_bias"):
-        np.testing.assert_array_equal(params[*mixer, name][0], stored[layer + name])
-    attention = params["blocks", "layers", 3, "self_attn", "q_proj", "kernel"]
+        np.testing.assert_array_equal(params[*mixer, name], stored[layer + name])
+    attention = params["layers", 3, "self_attn", "q_proj", "kernel"]
     q_proj = stored["model.layers.3.self_attn.q_proj.weight"]
-    np.testing.assert_array_equal(attention[0], q_proj.T)
+    np.testing.assert_array_equal(attention, q_proj.T)
     embedding = params["embed_tokens", "embedding"]
     np.testing.assert_array_equal(embedding, stored["model.embed_tokens.weight"])
     fc = params["mtp", "fc", "kernel"]
@@ -100,12 +100,11 @@ def test_flat_moe_tensors():
     params = flat(models.load(GOLDEN / "moe").params)
     stored = golden("moe")[1]
     for ours, theirs in (
-        (("blocks", "layers", 1), "model.layers.1"),
+        (("layers", 1), "model.layers.1"),
         (("mtp", "layers", 0), "mtp.layers.0"),
     ):
         gate_up = params[*ours, "mlp", "experts", "gate_up_proj"]
         down = params[*ours, "mlp", "experts", "down_proj"]
-        gate_up, down = (x[0] if ours[0] == "blocks" else x for x in (gate_up, down))
         for expert in range(8):
             name = f"{theirs}.mlp.experts."
             stored_gate_up = stored[f"{name}gate_up_proj"][expert]
@@ -183,21 +182,20 @@ def test_flat_round_trip_is_bit_equal(variant, tmp_path):
     assert "text_config" not in config and config["dtype"] == "float32"
 
 
-def test_blocks_become_layers(tmp_path):
-    """Three blocks of four layers: layer = block * interval + place."""
+def test_layers_are_numbered_as_in_the_model(tmp_path):
     config = config_lib.Qwen3_5Config.from_hf(golden("moe")[0] | {"layer_types": None})
     config = dataclasses.replace(config, num_hidden_layers=12)
     params = random_params(config)
     weights.save_checkpoint(params, config, tmp_path, max_shard_bytes=200_000)
     saved, ours = raw_tensors(tmp_path), flat(params)
-    for block, place in ((0, 1), (1, 2), (2, 0)):
-        prefix = f"model.language_model.layers.{4 * block + place}."
-        a = ours["blocks", "layers", place, "linear_attn", "in_proj_a", "kernel"]
+    for layer in (1, 6, 10):  # two digits come behind one
+        prefix = f"model.language_model.layers.{layer}."
+        a = ours["layers", layer, "linear_attn", "in_proj_a", "kernel"]
         name = f"{prefix}linear_attn.in_proj_a.weight"
-        np.testing.assert_array_equal(saved[name].astype(np.float32), a[block].T)
-        down = ours["blocks", "layers", place, "mlp", "experts", "down_proj"]
+        np.testing.assert_array_equal(saved[name].astype(np.float32), a.T)
+        down = ours["layers", layer, "mlp", "experts", "down_proj"]
         name = f"{prefix}mlp.experts.down_proj"
-        swapped = np.swapaxes(down[block], 1, 2)
+        swapped = np.swapaxes(down, 1, 2)
         np.testing.assert_array_equal(saved[name].astype(np.float32), swapped)
     assert_equal_params(models.load(tmp_path, "float32").params, params)
 
@@ -397,11 +395,11 @@ def test_state_may_be_a_pure_dict():
     )
 
 
-def test_wrong_stack_is_refused(tmp_path):
+def test_a_wrong_depth_is_refused(tmp_path):
     config = checkpoints.read_config(GOLDEN / "dense")
     params = models.load(GOLDEN / "dense").params
     deeper = dataclasses.replace(config, num_hidden_layers=8)
-    with pytest.raises(ValueError, match="stacked 1 times, the config has 2 blocks"):
+    with pytest.raises(ValueError, match="params has 4 layers; the config says 8"):
         weights.save_checkpoint(params, deeper, tmp_path)
 
 
@@ -518,7 +516,7 @@ def test_progress_on_stderr(shown, capfd):
 )
 def test_published_parameter_counts(name, text, mtp):
     config = published.get(name)
-    slots = weights.slots(abstract(config, jnp.bfloat16), config)
+    slots = weights.slots(abstract(config, jnp.bfloat16))
     keys = [slot.key for slot in slots]
     assert len(set(keys)) == len(keys)
     size = {slot.key: float(np.prod(slot.shape)) / 1e9 for slot in slots}

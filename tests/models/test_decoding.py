@@ -100,22 +100,17 @@ def assert_covers(state, row, variant, ids, lifecycle="reconstruct"):
     """The row's state is that of plain decoding after `ids`."""
     expected = plain_states(variant, tuple(ids))
     assert int(state.cache.length[row]) == len(ids)
-    plain = jax.vmap(jax.vmap(owner(lifecycle).materialize))
-    for got, want in (
-        (plain(state.cache.recurrent), expected.recurrent),
-        (state.cache.window, expected.window),
+    cache = state.cache
+    plain = tuple(map(owner(lifecycle).materialize, cache.recurrent))
+    filled = slice(0, len(ids))
+    for parts, places in (
+        ([(plain, expected.recurrent), (cache.window, expected.window)], ...),
+        ([(cache.key, expected.key), (cache.value, expected.value)], filled),
     ):
-        np.testing.assert_allclose(
-            got[:, :, row], want[:, :, 0], rtol=0, atol=golden.HIDDEN
-        )
-    for got, want in (
-        (state.cache.key, expected.key),
-        (state.cache.value, expected.value),
-    ):
-        filled = slice(0, len(ids))
-        np.testing.assert_allclose(
-            got[:, row, filled], want[:, 0, filled], rtol=0, atol=golden.HIDDEN
-        )
+        for got, want in [pair for x, y in parts for pair in zip(x, y, strict=True)]:
+            np.testing.assert_allclose(
+                got[row][places], want[0][places], rtol=0, atol=golden.HIDDEN
+            )
 
 
 def emitted(state, row):

@@ -35,11 +35,18 @@ def prefilled(variant, length, lifecycle="reconstruct"):
     return run(*golden.padded(ids), CAPACITY)
 
 
-def assert_layers(array, variant, prefix, convert, atol=golden.HIDDEN):
-    """Compare [1, 3, B, ...] with the golden arrays `prefix`.0 to `prefix`.2."""
-    for layer in range(3):
-        expected = convert(golden.arrays(variant)[f"{prefix}.{layer}"])
-        np.testing.assert_allclose(array[0, layer], expected, rtol=0, atol=atol)
+def assert_layers(layers, variant, prefix, convert, atol=golden.HIDDEN):
+    """Compare the recurrent layers with the golden arrays `prefix`.0 to `prefix`.2."""
+    assert len(layers) == 3
+    for number, layer in enumerate(layers):
+        expected = convert(golden.arrays(variant)[f"{prefix}.{number}"])
+        np.testing.assert_allclose(layer, expected, rtol=0, atol=atol)
+
+
+def layered(cache):
+    """Return the cache as the module takes it: what each layer keeps, by kind."""
+    recurrent = zip(cache.window, cache.recurrent, strict=True)
+    return tuple(recurrent), tuple(zip(cache.key, cache.value, strict=True))
 
 
 @over_variants
@@ -53,7 +60,7 @@ def test_prefill(variant):
     assert_layers(cache.recurrent, variant, "pre.rec", golden.state)
     assert_layers(cache.window, variant, "pre.conv", golden.window)
     for name, kept in (("pre.k.3", cache.key), ("pre.v.3", cache.value)):
-        rows = np.swapaxes(kept[0, :, : golden.PROMPT], 1, 2)
+        rows = np.swapaxes(kept[0][:, : golden.PROMPT], 1, 2)
         np.testing.assert_allclose(rows, arrays[name], rtol=0, atol=golden.HIDDEN)
 
 
@@ -64,17 +71,13 @@ def test_hidden_states_layer_by_layer(variant):
     tokens = jnp.asarray(arrays["ids"], jnp.int32)
     h = module.embed(tokens)
     np.testing.assert_allclose(h, arrays["hidden.0"], rtol=0, atol=golden.HIDDEN)
-    block = jax.tree.map(lambda leaf: leaf[0], nnx.split(module.blocks)[1])
-    block = nnx.merge(nnx.split(module.blocks)[0], block)
-    lengths, positions = jnp.asarray([tokens.shape[1]]), jnp.arange(tokens.shape[1])
-    for number, layer in enumerate(block.layers, 1):
+    lengths = jnp.asarray([tokens.shape[1]])
+    positions = jnp.arange(tokens.shape[1])[None]
+    for number, layer in enumerate(module.layers, 1):
+        h, _ = jax.jit(layer.prefill)(h, positions, lengths)
         if number < 4:
-            mix = lambda x, m=layer: m.linear_attn.prefill(x, lengths)  # noqa: E731
-            h, _ = jax.jit(layer, static_argnums=1)(h, mix)
             expected = arrays[f"hidden.{number}"]
             np.testing.assert_allclose(h, expected, rtol=0, atol=golden.HIDDEN)
-        else:
-            h, _ = layer(h, lambda x, m=layer: m.self_attn.prefill(x, positions[None]))
     hidden = module.norm(h)
     np.testing.assert_allclose(hidden, arrays["hidden.4"], rtol=0, atol=golden.HIDDEN)
 
@@ -103,7 +106,7 @@ def test_published_layout(variant):
 def test_decode_token_by_token(variant):
     arrays, bound = golden.arrays(variant), target(variant)
     _, cache = prefilled(variant, golden.PROMPT)
-    kept = ((cache.window, cache.recurrent), (cache.key, cache.value))
+    kept = layered(cache)
     decode = jax.jit(bound.module.decode)
     logits = []
     for place in range(golden.PROMPT, 80):
@@ -112,8 +115,9 @@ def test_decode_token_by_token(variant):
         logits.append(bound.logits(hidden)[:, 0])
     logits = np.stack(logits, axis=1)
     np.testing.assert_allclose(logits, arrays["dec.logits"], rtol=0, atol=golden.LOGITS)
-    assert_layers(kept[0][1], variant, "dec.rec", golden.state)
-    assert_layers(kept[0][0], variant, "dec.conv", golden.window)
+    windows, states = zip(*kept[0], strict=True)
+    assert_layers(states, variant, "dec.rec", golden.state)
+    assert_layers(windows, variant, "dec.conv", golden.window)
 
 
 @over_variants
@@ -124,17 +128,15 @@ def test_prompts_shorter_than_the_conv_window(variant):
     tokens = jnp.concatenate([golden.padded(ids[:n], 16)[0] for n in range(1, 6)])
     prefill = jax.jit(bound.prefill, static_argnums=2)
     hidden, cache = prefill(tokens, jnp.arange(1, 6, dtype=jnp.int32), 16)
-    kept = ((cache.window, cache.recurrent), (cache.key, cache.value))
-    kept = jax.tree.map(jnp.zeros_like, kept)
+    kept = jax.tree.map(jnp.zeros_like, layered(cache))
     decode = jax.jit(bound.module.decode)
     for place in range(5):
         token = jnp.full(5, ids[place], jnp.int32)
         row, kept = decode(token, kept, jnp.full(5, place, jnp.int32))
-        for got, want in (
-            (hidden[place, place], row[place, 0]),
-            (cache.window[:, :, place], kept[0][0][:, :, place]),
-            (cache.recurrent[:, :, place], kept[0][1][:, :, place]),
-        ):
+        pairs = [(hidden[place, place], row[place, 0])]
+        for got, want in zip(layered(cache)[0], kept[0], strict=True):
+            pairs += [(x[place], y[place]) for x, y in zip(got, want, strict=True)]
+        for got, want in pairs:
             np.testing.assert_allclose(got, want, rtol=0, atol=golden.HIDDEN)
 
 
@@ -169,15 +171,15 @@ def test_tree_and_the_state_after_every_node(variant, lifecycle):
     def committed(node):
         path, count = tree.path(node)
         after = bound.commit(cache, records, accept.Accepted(node, path, count, node))
-        plain = jax.vmap(jax.vmap(bound.lifecycle.materialize))
-        return plain(after.recurrent), after.window
+        return tuple(map(bound.lifecycle.materialize, after.recurrent)), after.window
 
     rows = [committed(jnp.asarray([n], jnp.int32)) for n in range(1, tree.n_max)]
     for kept, prefix, convert in (
         ([recurrent for recurrent, _ in rows], "tree.rec", golden.state),
         ([window for _, window in rows], "tree.conv", golden.window),
     ):
-        assert_layers(np.concatenate(kept, axis=2), variant, prefix, convert)
+        layers = [np.concatenate(x) for x in zip(*kept, strict=True)]
+        assert_layers(layers, variant, prefix, convert)
 
 
 def mtp_rows(variant):

@@ -61,25 +61,27 @@ def records(
     return (*past, past_count, *nodes, path, count)
 
 
-def expected(arguments):
+def expected(arguments, fold_above=HORIZON):
     """Write record by record; whatever does not fit is dropped."""
-    past = [np.array(x) for x in arguments[:3]]
+    past = [np.array(x) for x in arguments[:4]]
     nodes = [np.asarray(x) for x in arguments[4:7]]
-    past_count, path, count = (
-        np.asarray(arguments[i]) for i in (PAST_COUNT, PATH, COUNT)
-    )
-    for b in range(B):
+    *records, past_count = past
+    path, count = (np.asarray(arguments[i]) for i in (PATH, COUNT))
+    for b in range(len(count)):
+        base = min(max(past_count[b], 0), HORIZON)
+        base = 0 if base > fold_above else base
+        past_count[b] = base
         for i in range(min(count[b], path.shape[1])):
-            slot = past_count[b] + i
-            if 0 <= slot < past[0].shape[1]:
-                for old, new in zip(past, nodes, strict=True):
+            if base + i < HORIZON:
+                past_count[b] += 1
+                for old, new in zip(records, nodes, strict=True):
                     node = np.clip(path[b, i], 0, new.shape[1] - 1)
-                    old[b, slot] = new[b, node].astype(old.dtype)
+                    old[b, base + i] = new[b, node].astype(old.dtype)
     return past
 
 
 def same(got, want):
-    """Whether all three arrays agree bit by bit, dtypes too."""
+    """Whether all four arrays agree bit by bit, dtypes too."""
     pairs = zip(got, want, strict=True)
     return all(
         np.asarray(x).dtype == y.dtype and np.asarray(x).tobytes() == y.tobytes()
@@ -88,8 +90,9 @@ def same(got, want):
 
 
 @functools.cache
-def jitted(impl, chosen=None):
-    return jax.jit(functools.partial(op.history_append, impl=impl, config=chosen))
+def jitted(impl, chosen=None, fold_above=None):
+    options = dict(impl=impl, config=chosen, fold_above=fold_above)
+    return jax.jit(functools.partial(op.history_append, **options))
 
 
 @every_implementation
@@ -98,10 +101,10 @@ def test_records_are_appended_and_no_other_slot_changes(impl, heads):
     arguments = records(heads)
     got = jitted(impl)(*arguments)
     assert same(got, expected(arguments))
-    for x, old in zip(got, arguments[:3], strict=True):
+    for x, old in zip(got, arguments[:4], strict=True):
         assert np.asarray(x[2]).tobytes() == np.asarray(old[2]).tobytes()  # count 0
-        assert not np.isnan(np.asarray(x[0, :4], np.float32)).any()
-        assert not np.isnan(np.asarray(x[1, :4], np.float32)).any()
+    for x in got[:3]:
+        assert not np.isnan(np.asarray(x[:2, :4], np.float32)).any()
 
 
 @every_implementation
@@ -119,21 +122,36 @@ def test_any_path_count_and_cursor(impl, data):
         path=[draw(-3, NODES + 3, LENGTH) for _ in range(B)],
         count=draw(0, LENGTH),
     )
-    assert same(jitted(impl)(*arguments), expected(arguments))
+    fold_above = data.draw(st.sampled_from([0, 2, HORIZON - 1]))
+    got = jitted(impl, fold_above=fold_above)(*arguments)
+    assert same(got, expected(arguments, fold_above))
+
+
+@every_implementation
+def test_a_row_of_more_records_than_fold_above_begins_anew(impl):
+    """One that accepts nothing too, as its records are in the state all the same."""
+    arguments = records(past_count=(3, 2, 6))
+    got = jitted(impl, fold_above=2)(*arguments)
+    assert same(got, expected(arguments, fold_above=2))
+    assert got.count.tolist() == [4, 4, 0]
+    for other in (1, 3, None):
+        assert not same(jitted(impl, fold_above=other)(*arguments), got)
+    with pytest.raises(ValueError, match="fold_above is -1; 0 or more"):
+        op.history_append(*arguments, fold_above=-1)
 
 
 @every_implementation
 @pytest.mark.parametrize("cursor", [-2, -(2**31), 2**31 - 1])
 def test_a_wild_cursor_or_count_writes_nowhere_else(impl, cursor):
+    """Cursors are taken for the nearest that may be, as in history_verify."""
     arguments = list(records())
     arguments[PAST_COUNT] = jnp.asarray([cursor, 1, HORIZON], jnp.int32)
     arguments[COUNT] = jnp.asarray([LENGTH, LENGTH + 5, -1], jnp.int32)
     got, before = jitted(impl)(*arguments), arguments[:3]
-    if cursor == -2:
-        assert same(got, expected(arguments))
-    for x, old in zip(got, before, strict=True):
-        rows = [2] if cursor == -2 else [0, 2]
-        for b in rows:
+    assert same(got, expected(arguments))
+    assert got.count.tolist() == [4 if cursor < 0 else HORIZON, 5, HORIZON]
+    for x, old in zip(got[:3], before, strict=True):
+        for b in [2] if cursor < 0 else [0, 2]:
             assert np.asarray(x[b]).tobytes() == np.asarray(old[b]).tobytes()
 
 
@@ -143,7 +161,7 @@ def test_a_wild_cursor_or_count_writes_nowhere_else(impl, cursor):
 def test_records_take_the_dtype_of_the_history(impl, past_dtype, dtype):
     arguments = records(past_dtype=past_dtype, dtype=dtype)
     got = jitted(impl)(*arguments)
-    assert [x.dtype for x in got] == [past_dtype, past_dtype, "float32"]
+    assert [x.dtype for x in got] == [past_dtype, past_dtype, "float32", "int32"]
     assert same(got, expected(arguments))
 
 
@@ -186,6 +204,81 @@ def test_layers_are_one_launch(impl):
         assert not {"while", "scan"} & set(found)
 
 
+def many(number, **options):
+    """Return arguments of `append_layers` and what each layer gives alone."""
+    pasts, nodes, alone = [], [], []
+    for i in range(number):
+        counts = (i % 3, (i + 2) % 5, HORIZON - i % 2)
+        *arrays, path, count = records(past_count=counts, **options)
+        arrays = [x if x.dtype == jnp.int32 else x * (1 + i / 16) for x in arrays]
+        pasts.append(arrays[:4])
+        nodes.append(arrays[4:])
+        alone.append(expected((*arrays, path, count), fold_above=2))
+    return (pasts, nodes, path, count), alone
+
+
+@every_implementation
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_many_layers_at_once(impl, number):
+    """Each has its own arrays and counts; a GPU takes one launch."""
+    arguments, alone = many(number, past_dtype="bfloat16")
+    append = functools.partial(op.append_layers, impl=impl, fold_above=2)
+    got = jax.jit(append)(*arguments)
+    assert len(got) == number
+    assert all(same(*pair) for pair in zip(got, alone, strict=True))
+    if impl == "triton":
+        found = primitives(jax.make_jaxpr(append)(*arguments).jaxpr)
+        assert list(found).count("pallas_call") == 1
+
+
+def test_more_layers_than_a_launch_takes(monkeypatch):
+    triton = op.IMPLEMENTATIONS.module("triton")
+    monkeypatch.setattr(triton, "LAYERS", 2)
+    arguments, alone = many(5)
+    append = functools.partial(op.append_layers, impl="triton", fold_above=2)
+    got = append(*arguments)
+    assert all(same(*pair) for pair in zip(got, alone, strict=True))
+    found = primitives(jax.make_jaxpr(append)(*arguments).jaxpr)
+    assert list(found).count("pallas_call") == 3
+
+
+def test_a_gpu_writes_every_array_of_every_layer_in_place():
+    """Counts as well: in a loop, each that is not would cost a copy of its own."""
+    (pasts, nodes, *rest), _ = many(30)
+    append = functools.partial(op.append_layers, impl="triton", fold_above=2)
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(append, donate_argnums=0).trace(pasts, nodes, *rest)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == 1
+    assert text.count("output_operand_alias<") == 30 * 4
+    assert text.count("tf.aliasing_output") == 30 * 4
+
+
+@every_implementation
+def test_layers_are_not_mixed_up(impl):
+    """The twin: two layers' nodes, or their counts, in each other's place."""
+    (pasts, nodes, path, count), alone = many(2)
+    append = jax.jit(functools.partial(op.append_layers, impl=impl, fold_above=2))
+    mixed = append(pasts, nodes[::-1], path, count)
+    assert not any(same(*pair) for pair in zip(mixed, alone, strict=True))
+    swapped = [[*a[:3], b[3]] for a, b in zip(pasts, pasts[::-1], strict=True)]
+    mixed = append(swapped, nodes, path, count)
+    assert not any(same(*pair) for pair in zip(mixed, alone, strict=True))
+
+
+def test_layers_that_disagree():
+    (pasts, nodes, path, count), _ = many(2)
+    with pytest.raises(ValueError, match="pasts has 2 layers and nodes 1"):
+        op.append_layers(pasts, nodes[:1], path, count)
+    with pytest.raises(ValueError, match="pasts has 0 layers"):
+        op.append_layers([], [], path, count)
+    nodes[1] = [x[:, 1:] for x in nodes[1]]
+    with pytest.raises(ValueError, match="layer 1 has .*'nodes': 6.* as in layer 0"):
+        op.append_layers(pasts, nodes, path, count)
+
+
 def primitives(jaxpr):
     """Yield the names of a program's primitives, without what kernels do inside."""
     for equation in jaxpr.eqns:
@@ -222,34 +315,37 @@ def test_donated_arrays_are_overwritten(impl):
     arguments = records()
     want = expected(arguments)
     run = jax.jit(
-        functools.partial(op.history_append, impl=impl), donate_argnums=(0, 1, 2)
+        functools.partial(op.history_append, impl=impl), donate_argnums=range(4)
     )
-    past = [x.copy() for x in arguments[:3]]
-    assert same(run(*past, *arguments[3:]), want)
+    past = [x.copy() for x in arguments[:4]]
+    assert same(run(*past, *arguments[4:]), want)
     assert all(x.is_deleted() for x in past)
 
 
 def test_any_cut_gives_the_same():
     arguments = records((2, 6), (16, 24))
-    for pieces in (1, 2, 3, 16, 64):
-        cut = jitted("triton", config.Config(pieces))
+    for size in (1, 2, 4, 16):
+        cut = jitted("triton", config.Config(size))
         assert same(cut(*arguments), expected(arguments))
-    with pytest.raises(ValueError, match="pieces is 0"):
-        op.history_append(*arguments, impl="triton", config=config.Config(0))
+    for size in (0, 3):
+        with pytest.raises(ValueError, match=f"records is {size}; a power of two"):
+            op.history_append(*arguments, impl="triton", config=config.Config(size))
 
 
-def test_guesses_fill_the_device_and_no_more():
-    spec = specs.spec_of(*records((16, 32), (128, 128)))
+def test_guesses_fill_registers_and_no_more():
+    spec = described(records((16, 32), (128, 128)))
     assert spec.bytes_moved == 2 * 4 * B * LENGTH * (48 * 128 + 32)
+    more = dataclasses.replace(spec, layers=30)
+    assert more.bytes_moved == 30 * spec.bytes_moved and more.flops == 30 * spec.flops
 
-    def guess(batch, **changes):
-        changed = dataclasses.replace(spec, batch=batch, **changes)
-        return dataclasses.astuple(config.heuristic(changed, "gpu"))[:2]
+    def guess(**changes):
+        changed = dataclasses.replace(spec, **changes)
+        return dataclasses.astuple(config.heuristic(changed))[:2]
 
-    sizes = (1, 32, 128, 256, 4096)
-    want = [(16, 1), (16, 1), (8, 1), (4, 1), (1, 4)]
-    assert [guess(batch) for batch in sizes] == want
-    assert guess(1, value_heads=2) == (2, 1)
+    assert guess() == guess(layers=30, batch=256) == (4, 16)
+    assert guess(path=3) == (4, 16) and guess(path=16) == (4, 16)
+    assert guess(value_heads=2, key_heads=1) == (4, 2)
+    assert guess(path=1, value_heads=1, key_heads=1) == (1, 1)
 
 
 def test_float64_stays_float64(double):
@@ -258,7 +354,7 @@ def test_float64_stays_float64(double):
         for x in records()
     ]
     got = op.history_append(*arguments)
-    assert got[0].dtype == jnp.float64
+    assert got[0].dtype == jnp.float64 and got.count.dtype == jnp.int32
     assert same(got, expected(arguments))
     with pytest.raises(NotImplementedError, match="takes float32 and bfloat16"):
         op.history_append(*arguments, impl="triton")
@@ -285,11 +381,15 @@ def test_wrong_shapes(position, shape, message):
         op.history_append(*arguments)
 
 
+def described(arguments):
+    past, nodes = specs.Past(*arguments[:4]), specs.Nodes(*arguments[4:7])
+    return specs.spec_of([past], [nodes], *arguments[7:])
+
+
 def test_supports_says_why():
-    spec = specs.spec_of(*records())
-    choice = op.IMPLEMENTATIONS.choose(spec)
+    choice = op.IMPLEMENTATIONS.choose(described(records()))
     assert choice.name == "reference" or jax.default_backend() != "cpu"
-    odd = specs.spec_of(*records((1, 3), (12, 16)))
+    odd = described(records((1, 3), (12, 16)))
     with pytest.raises(NotImplementedError, match="key_dim to be a multiple of 8"):
         op.IMPLEMENTATIONS.choose(odd, "mosaic_tpu")
     with pytest.raises(ValueError, match="impl is 'cuda'; allowed: auto, triton"):

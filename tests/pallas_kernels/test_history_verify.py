@@ -1,6 +1,8 @@
 """Verification behind a history: every kernel against folding first, node by node."""
 
+import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 from pallas_kernels.history_verify import config as configs
 from pallas_kernels.history_verify import spec as specs
 from pallas_kernels.tree_verify import spec as verify_specs
+from scripts.workloads import history_verify as workload
 from tests.treewy_jax import strategies
 from treewy_jax import history as history_lib
 
@@ -78,18 +81,20 @@ def exact(arguments, trees, row):
     return strategies.oracle(case)[0], state
 
 
-@functools.partial(jax.jit, static_argnames=("impl", "precision"))
-def verify(arguments, folds, tree, *, impl, precision=None):
-    return history_lib.verify(*arguments, folds, tree, impl=impl, precision=precision)
+@functools.partial(jax.jit, static_argnames=("fold_above", "impl", "precision"))
+def verify(arguments, fold_above, tree, *, impl, precision=None):
+    options = dict(impl=impl, precision=precision)
+    return history_lib.verify(*arguments, fold_above, tree, **options)
 
 
 @over_kernels
 @pytest.mark.parametrize(("nodes", "horizon", "group"), SIZES)
 def test_outputs_and_states_are_those_of_the_recurrence(impl, nodes, horizon, group):
     arguments, tree, trees = batch(nodes, horizon, group)
-    folds = jnp.asarray([True, False, True])
-    verified, after = verify(arguments, folds, tree, impl=impl)
     before = arguments[-1]
+    most = int(before.count[1]) - (horizon == 1)  # one record is a full history, too
+    folds = [False, horizon == 1, True]
+    verified, after = verify(arguments, most, tree, impl=impl)
     for row, parents in enumerate(trees):
         outputs, state = exact(arguments, trees, row)
         n = len(parents)
@@ -97,8 +102,48 @@ def test_outputs_and_states_are_those_of_the_recurrence(impl, nodes, horizon, gr
         assert not np.any(np.asarray(verified.output[row, n:]))
         if folds[row]:
             assert strategies.relative(after.state[row], state) < 1e-6
-    assert np.array_equal(after.state[1], before.state[1])
-    assert after.count.tolist() == [0, int(before.count[1]), 0]
+        else:
+            assert np.array_equal(after.state[row], before.state[row])
+    assert after.count.tolist() == [0, 0 if folds[1] else int(before.count[1]), 0]
+
+
+@over_kernels
+def test_rows_of_more_records_than_fold_above_fold(impl):
+    """Any number tells some rows from others; one below moves the line."""
+    arguments, tree, _ = batch(3, 8, 2)
+    before = arguments[-1]
+    assert before.count.tolist() == [0, 4, 8]
+    want = {0: (1, 2), 3: (1, 2), 4: (2,), 7: (2,), 8: (), 100: ()}
+    for fold_above, folds in want.items():
+        _, after = verify(arguments, fold_above, tree, impl=impl)
+        changed = jnp.any(after.state != before.state, axis=(1, 2, 3))
+        assert tuple(np.flatnonzero(changed)) == folds
+        kept = [0 if b in folds else c for b, c in enumerate((0, 4, 8))]
+        assert after.count.tolist() == kept
+
+
+@over_kernels
+@pytest.mark.parametrize("wild", [2**31 - 1, -(2**31)])
+def test_a_wild_count_is_taken_for_the_nearest_that_may_be(impl, wild):
+    arguments, tree, _ = batch(3, 8, 2)
+    *rows, history = arguments
+    counts = (wild, 4, 8), (8 if wild > 0 else 0, 4, 8)
+    one, other = (
+        verify(
+            (*rows, dataclasses.replace(history, **_filled(history), count=x)),
+            4,
+            tree,
+            impl=impl,
+        )
+        for x in map(jnp.asarray, counts)
+    )
+    assert np.array_equal(one[0].output, other[0].output)
+    assert np.array_equal(one[1].state, other[1].state)
+
+
+def _filled(history):
+    names = ("k", "pseudo_values", "log_decay")
+    return {name: jnp.nan_to_num(getattr(history, name)) for name in names}
 
 
 @over_kernels
@@ -106,8 +151,8 @@ def test_outputs_and_states_are_those_of_the_recurrence(impl, nodes, horizon, gr
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_bfloat16_rows_and_records(impl, state_dtype, records):
     arguments, tree, trees = batch(7, 8, 2, "bfloat16", state_dtype, records)
-    folds = jnp.asarray([False, True, True])
-    verified, after = verify(arguments, folds, tree, impl=impl)
+    folds = [False, True, True]
+    verified, after = verify(arguments, 0, tree, impl=impl)
     assert verified.output.dtype == jnp.bfloat16
     assert after.state.dtype == state_dtype
     for row, parents in enumerate(trees):
@@ -122,7 +167,7 @@ def test_bfloat16_rows_and_records(impl, state_dtype, records):
 @over_kernels
 def test_a_fold_is_the_commit_of_its_records(impl):
     arguments, tree, _ = batch(3, 8, 2)
-    _, after = verify(arguments, jnp.ones(3, bool), tree, impl=impl)
+    _, after = verify(arguments, 0, tree, impl=impl)
     folded = history_lib.fold(arguments[-1])
     assert strategies.relative(after.state, np.asarray(folded, np.float64)) < 1e-7
 
@@ -133,9 +178,8 @@ def test_an_empty_history_changes_nothing(impl):
     arguments, tree, _ = batch(7, 8, 3)
     *rows, history = arguments
     none = history_lib.empty(history.state, 2, 8, "float32")
-    folds = jnp.zeros(3, bool)
-    one, _ = verify(arguments, folds, tree, impl=impl)
-    other, _ = verify((*rows, none), folds, tree, impl=impl)
+    one, _ = verify(arguments, 8, tree, impl=impl)
+    other, _ = verify((*rows, none), 8, tree, impl=impl)
     assert np.array_equal(one.output[0], other.output[0])
     assert not np.array_equal(one.output[2], other.output[2])
 
@@ -158,7 +202,7 @@ def test_a_wrong_history_is_seen(impl, wrong):
     fields = {k: jnp.nan_to_num(v) for k, v in fields.items() if k in vars(history)}
     broken = history_lib.History(**(fields | {"count": fields["count"].astype(int)}))
     outputs, state = exact(arguments, trees, 2)
-    verified, after = verify((*rows, broken), jnp.ones(3, bool), tree, impl=impl)
+    verified, after = verify((*rows, broken), 0, tree, impl=impl)
     assert strategies.relative(verified.output[2], outputs) > 1e-3
     assert strategies.relative(after.state[2], state) > 1e-3
 
@@ -175,7 +219,7 @@ def test_decays_that_underflow_leave_no_nan():
     )
     changed = (*rows, strong)
     for impl in KERNELS:
-        verified, after = verify(changed, jnp.ones(3, bool), tree, impl=impl)
+        verified, after = verify(changed, 0, tree, impl=impl)
         outputs, state = exact(changed, trees, 2)
         assert strategies.relative(verified.output[2], outputs) < 2e-6
         assert strategies.relative(after.state[2], state) < 1e-6
@@ -190,7 +234,31 @@ def test_the_spec_counts_the_history():
     assert spec.bytes_moved - plain.bytes_moved == 2 * 16 * record
     assert spec.fold_bytes == 32 * 128 * 128 * 4
     assert spec.flops > plain.flops
+    assert spec.fold_above == 0  # as `fused`, unless it is told
+    with pytest.raises(ValueError, match="fold_above is -1; 0 or more is allowed"):
+        specs.extend(plain, horizon=4, record_dtype="float32", fold_above=-1)
     assert configs.choose(spec, "gpu", "NVIDIA H200").block_v > 0
+
+
+def test_which_rows_fold_is_nothing_to_tune_for(monkeypatch, tmp_path):
+    plain = verify_specs.make_spec(
+        batch=2, nodes=4, key_heads=16, value_heads=32, key_dim=128, value_dim=128
+    )
+    timed = [x for x in workload.cases() if "tune" in x.tags]
+    assert timed and not any("fold_above" in x.match for x in timed)
+    match = {name: getattr(timed[0].spec, name) for name in timed[0].match}
+    match |= {"nodes": 4, "batch": 2, "horizon": 16, "state_dtype": "float32"}
+    match["precision"] = plain.precision
+    best = {"block_v": 16, "num_warps": 8}
+    entry = [{"match": match, "config": best}]
+    (tmp_path / "nvidia_h200.json").write_text(json.dumps(entry))
+    monkeypatch.setattr(configs, "TUNED", tmp_path)
+    for fold_above in (0, 12):
+        spec = specs.extend(
+            plain, horizon=16, record_dtype="float32", fold_above=fold_above
+        )
+        found = configs.choose(spec, "gpu", "NVIDIA H200")
+        assert (found.block_v, found.num_warps) == (16, 8)
 
 
 @pytest.mark.parametrize(

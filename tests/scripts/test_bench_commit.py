@@ -104,19 +104,23 @@ def test_a_copy_of_the_states_is_two_moves():
 class CursorOff(deferred.Deferred):
     """Broken: the history is a record shorter than what was accepted."""
 
-    def commit(self, state, records, accepted):
-        found = super().commit(state, records, accepted)
-        short = jnp.maximum(found.count - (accepted.count > 1), 0)
-        return dataclasses.replace(found, count=short)
+    def commit_layers(self, states, records, accepted):
+        found = super().commit_layers(states, records, accepted)
+        return tuple(
+            dataclasses.replace(x, count=jnp.maximum(x.count - (accepted.count > 1), 0))
+            for x in found
+        )
 
 
 class WrongRow(deferred.Deferred):
     """Broken: every row keeps its neighbour's pseudo-values."""
 
-    def commit(self, state, records, accepted):
-        other = jnp.roll(records.pseudo_values, 1, axis=0)
-        records = records._replace(pseudo_values=other)
-        return super().commit(state, records, accepted)
+    def commit_layers(self, states, records, accepted):
+        records = [
+            dataclasses.replace(x, pseudo_values=jnp.roll(x.pseudo_values, 1, axis=0))
+            for x in records
+        ]
+        return super().commit_layers(states, records, accepted)
 
 
 def test_broken_lifecycles_do_not_pass_the_gate():

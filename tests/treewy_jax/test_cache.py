@@ -1,7 +1,7 @@
 """The hybrid cache: every part moves along the accepted path, or not at all."""
 
 import dataclasses
-import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from tests.treewy_jax import strategies
 from treewy_jax import accept, cache, commit, deferred
 from treewy_jax import tree as tree_lib
 
-BLOCKS, LAYERS, BATCH, SLOTS, CHANNELS, WINDOW = 2, 3, 4, 10, 5, 3
+LAYERS, ATTENDING, BATCH, SLOTS, CHANNELS, WINDOW = 3, 2, 4, 10, 5, 3
 PARENTS = strategies.SHAPES["fork"]
 NODES = len(PARENTS)
 # Accept nothing, the root, a branch of four nodes, and one that overtakes the window.
@@ -42,35 +42,41 @@ def layer_inputs():
     tree = tree_lib.DraftTree.from_parents(PARENTS, batch=BATCH)
     cases = [
         [strategies.make_case(PARENTS, seed=100 * layer + b) for b in range(BATCH)]
-        for layer in range(BLOCKS * LAYERS)
+        for layer in range(LAYERS)
     ]
     arrays = [strategies.batch(rows, NODES)[:-1] for rows in cases]
-    stack = [jnp.stack(x) for x in zip(*arrays, strict=True)]
-    stack = [x.reshape(BLOCKS, LAYERS, *x.shape[1:]) for x in stack]
-    return cases, commit.Inputs(*stack[:-1]), stack[-1], tree
+    return cases, [(commit.Inputs(*x[:-1]), x[-1]) for x in arrays], tree
 
 
 def make(name):
     """Return the lifecycle, a cache with NaN in unused slots, records, and cases."""
     depth = tree_lib.DraftTree.from_parents(PARENTS).depth_max
     owner = commit.by_name(name, depth=depth, nodes=NODES)
-    cases, inputs, state, tree = layer_inputs()
-    begin = functools.partial(owner.init, key_heads=strategies.KEY_HEADS)
-    state = jax.vmap(jax.vmap(begin))(state)
-    verify = lambda state, inputs: owner.verify(state, inputs, tree)[1]  # noqa: E731
-    recurrent = jax.jit(jax.vmap(jax.vmap(verify)))(state, inputs)
+    cases, layers, tree = layer_inputs()
+    states = tuple(owner.init(state, strategies.KEY_HEADS) for _, state in layers)
+    verify = jax.jit(lambda state, inputs: owner.verify(state, inputs, tree)[1])
+    recurrent = tuple(
+        verify(state, inputs) for state, (inputs, _) in zip(states, layers, strict=True)
+    )
     unused = jnp.arange(SLOTS) >= jnp.asarray(LENGTHS)[:, None]
-    slots = (BLOCKS, BATCH, SLOTS, 2, 4)
-    kv = [
-        jnp.where(unused[..., None, None], jnp.nan, random(*slots, seed=s))
-        for s in (1, 2)
-    ]
-    rows = [random(BLOCKS, BATCH, NODES, 2, 4, seed=s) for s in (3, 4)]
-    window = random(BLOCKS, LAYERS, BATCH, WINDOW, CHANNELS, seed=5)
-    conv_rows = random(BLOCKS, LAYERS, BATCH, NODES, CHANNELS, seed=6)
+    key, value = (
+        tuple(
+            jnp.where(unused[..., None, None], jnp.nan, x)
+            for x in several(ATTENDING, BATCH, SLOTS, 2, 4, seed=seed)
+        )
+        for seed in (1, 2)
+    )
+    rows = [several(ATTENDING, BATCH, NODES, 2, 4, seed=seed) for seed in (3, 4)]
+    window = several(LAYERS, BATCH, WINDOW, CHANNELS, seed=5)
+    conv_rows = several(LAYERS, BATCH, NODES, CHANNELS, seed=6)
     length = jnp.asarray(LENGTHS, jnp.int32)
-    before = cache.HybridCache(state, window, *kv, length)
+    before = cache.HybridCache(states, window, key, value, length)
     return owner, before, cache.Records(recurrent, conv_rows, *rows), cases
+
+
+def several(layers, *shape, seed):
+    """Return an array for each of some layers."""
+    return tuple(random(layers, *shape, seed=seed))
 
 
 def advance(owner, before, records, accepted):
@@ -80,45 +86,50 @@ def advance(owner, before, records, accepted):
 def of_row(whole, row):
     """Return one row's part of a cache, as bytes; of a ring, the committed state."""
     recurrent = whole.recurrent
-    if isinstance(recurrent, commit.Slots):
+    if isinstance(recurrent[0], commit.Slots):
         recurrent = states(commit.StoreAll(), whole)
-    parts = [(recurrent, 2), (whole.window, 2), (whole.key, 1)]
-    parts += [(whole.value, 1), (whole.length, 0)]
+    parts = (recurrent, whole.window, whole.key, whole.value, whole.length)
     return [
-        [np.take(np.asarray(x), row, axis).tobytes() for x in jax.tree.leaves(part)]
-        for part, axis in parts
+        [np.asarray(x)[row].tobytes() for x in jax.tree.leaves(part)] for part in parts
     ]
 
 
 def states(owner, whole):
     """Return the plain states of all layers and rows."""
-    return np.asarray(jax.vmap(jax.vmap(owner.materialize))(whole.recurrent))
+    return [np.asarray(owner.materialize(state)) for state in whole.recurrent]
 
 
-def spoiled(records, value, row=slice(None)):
-    """Put a value into what rows' records say of nodes, not into a state there.
+def spoiled(layers, value, row=slice(None)):
+    """Put a value into what rows' records say of nodes, not into a state there."""
+    return tuple(_spoiled(records, value, row) for records in layers)
 
-    Of a ring, into all slots but the committed one.
-    """
+
+def _spoiled(records, value, row):
+    """As `spoiled`, of one layer. Of a ring, all slots but the committed one."""
 
     def spoil(x):
-        return x.at[:, :, row].set(value)
+        return x.at[row].set(value)
 
     if isinstance(records, commit.Slots):
         other = strategies.spoil_slots(records, value)
-        states = records.states.at[:, :, row].set(other.states[:, :, row])
+        states = records.states.at[row].set(other.states[row])
         return dataclasses.replace(records, states=states)
     if isinstance(records, deferred.Written):
-        return deferred.Written(*records[:2], *jax.tree.map(spoil, records[2:]))
+        nodes = ("k", "pseudo_values", "log_decay")
+        changed = {name: spoil(getattr(records, name)) for name in nodes}
+        return dataclasses.replace(records, **changed)
     return jax.tree.map(spoil, records)
 
 
 def poisoned(records, value):
+    def fill(part):
+        return jax.tree.map(lambda x: jnp.full_like(x, value), part)
+
     return cache.Records(
         recurrent=spoiled(records.recurrent, value),
-        rows=jnp.full_like(records.rows, value),
-        key=jnp.full_like(records.key, value),
-        value=jnp.full_like(records.value, value),
+        rows=fill(records.rows),
+        key=fill(records.key),
+        value=fill(records.value),
     )
 
 
@@ -130,20 +141,23 @@ def test_every_part_follows_its_own_path(name):
     before, records, after = jax.tree.map(np.asarray, (before, records, after))
     for b, path in enumerate(PATHS):
         assert int(after.length[b]) == LENGTHS[b] + len(path)
-        for layer in range(BLOCKS * LAYERS):
-            place = (*divmod(layer, LAYERS), b)
-            rows = np.concatenate([before.window[place], records.rows[place][path]])
-            assert np.array_equal(after.window[place], rows[len(rows) - WINDOW :])
+        for layer in range(LAYERS):
+            rows = np.concatenate(
+                [before.window[layer][b], records.rows[layer][b][path]]
+            )
+            assert np.array_equal(after.window[layer][b], rows[len(rows) - WINDOW :])
             expected = cases[layer][b].state
             if path:
                 expected = strategies.oracle(cases[layer][b])[1][path[-1]]
-            assert strategies.relative(held[place], expected) < 1e-6
-        for part in ("key", "value"):
-            expected = getattr(before, part)[:, b].copy()
+            assert strategies.relative(held[layer][b], expected) < 1e-6
+        for part, layer in itertools.product(("key", "value"), range(ATTENDING)):
+            old, new, found = (
+                getattr(x, part)[layer] for x in (before, records, after)
+            )
+            expected = old[b].copy()
             room = SLOTS - LENGTHS[b]
-            new = getattr(records, part)[:, b][:, path[:room]]
-            expected[:, LENGTHS[b] : LENGTHS[b] + len(path)] = new
-            assert np.array_equal(getattr(after, part)[:, b], expected, equal_nan=True)
+            expected[LENGTHS[b] : LENGTHS[b] + len(path)] = new[b][path[:room]]
+            assert np.array_equal(found[b], expected, equal_nan=True)
 
 
 @over_lifecycles
@@ -169,14 +183,14 @@ def test_rows_do_not_meet(name):
     clean = advance(owner, before, records, taken())
     records = cache.Records(
         recurrent=spoiled(records.recurrent, jnp.nan, 2),
-        rows=records.rows.at[:, :, 2].set(jnp.nan),
-        key=records.key.at[:, 2].set(jnp.nan),
-        value=records.value.at[:, 2].set(jnp.nan),
+        rows=tuple(x.at[2].set(jnp.nan) for x in records.rows),
+        key=tuple(x.at[2].set(jnp.nan) for x in records.key),
+        value=tuple(x.at[2].set(jnp.nan) for x in records.value),
     )
     dirty = advance(owner, before, records, taken())
     for row in (0, 1, 3):
         assert of_row(dirty, row) == of_row(clean, row)
-    assert np.all(np.isnan(states(owner, dirty)[:, :, 2]))
+    assert all(np.all(np.isnan(state[2])) for state in states(owner, dirty))
 
 
 @over_lifecycles
@@ -189,30 +203,42 @@ def test_rows_move_and_are_freed_with_all_they_have(name):
     freed = cache.clear_rows(after, jnp.asarray([False, True, False, True]))
     for row in (0, 2):
         assert of_row(freed, row) == of_row(after, row)
-    assert not np.any(states(owner, freed)[:, :, 1])
+    assert not any(np.any(state[1]) for state in states(owner, freed))
     if name == "store-all":  # no other row's slot, and no NaN that might be left there
-        assert np.array_equal(
-            moved.recurrent.index, after.recurrent.index[..., [3, 0, 0]]
-        )
-        assert not np.any(freed.recurrent.states[:, :, [1, 3]])
-        assert not np.any(freed.recurrent.index[:, :, [1, 3]])
+        for one, other, free in zip(
+            moved.recurrent, after.recurrent, freed.recurrent, strict=True
+        ):
+            rows = jnp.asarray([3, 0, 0])
+            assert np.array_equal(one.index, other.index[rows])
+            emptied = jnp.asarray([1, 3])
+            assert not np.any(free.states[emptied])
+            assert not np.any(free.index[emptied])
     for part in of_row(freed, 3):
         assert not any(any(leaf) for leaf in part)
 
 
-def test_bytes_are_those_of_the_arrays():
-    _, before, records, _ = make("store-all")
+@over_lifecycles
+def test_bytes_are_those_of_the_arrays(name):
+    owner, before, records, _ = make(name)
     mtp_kv = (jnp.zeros((BATCH, SLOTS, 2, 4), jnp.bfloat16),) * 2
-    held = cache.state_bytes(before, records, mtp_kv)
-    state = BLOCKS * LAYERS * BATCH * strategies.VALUE_HEADS * strategies.DIM**2 * 4
-    rows = BLOCKS * LAYERS * BATCH * NODES * CHANNELS * 4
-    ring = (NODES + 1) * state + BLOCKS * LAYERS * BATCH * 4
+    held = cache.state_bytes(before, records, mtp_kv, owner)
+    heads, dim = strategies.VALUE_HEADS, strategies.DIM
+    state = LAYERS * BATCH * heads * dim**2 * 4
+    record = strategies.KEY_HEADS * dim + heads * dim + heads
+    room = getattr(owner, "horizon", 0)
+    count = LAYERS * BATCH * 4
+    rows = LAYERS * CHANNELS + 2 * ATTENDING * 2 * 4
+    if name == "store-all":
+        recurrent = (NODES + 1) * state + count
+    else:
+        rows += LAYERS * record
+        recurrent = state + LAYERS * BATCH * room * record * 4 + count * bool(room)
     assert held == {
-        "recurrent": ring,
-        "conv": BLOCKS * LAYERS * BATCH * WINDOW * CHANNELS * 4,
-        "kv": 2 * BLOCKS * BATCH * SLOTS * 2 * 4 * 4,
+        "recurrent": recurrent,
+        "conv": LAYERS * BATCH * WINDOW * CHANNELS * 4,
+        "kv": 2 * ATTENDING * BATCH * SLOTS * 2 * 4 * 4,
         "mtp_kv": 2 * BATCH * SLOTS * 2 * 4 * 2,
-        "records": ring + rows + 2 * BLOCKS * BATCH * NODES * 2 * 4 * 4,
+        "records": BATCH * NODES * rows * 4,
     }
     shapes = jax.eval_shape(lambda: before)
     assert cache.nbytes(shapes) == sum(x.nbytes for x in jax.tree.leaves(before))

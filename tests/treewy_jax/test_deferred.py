@@ -1,5 +1,6 @@
 """Histories over many steps: when they fold, what stays as it is, what a fault does."""
 
+import dataclasses
 import functools
 
 import jax
@@ -64,7 +65,8 @@ class Text:
             if node is not None:
                 self.expected[b] = states[node]
             self.worst = max(error, self.worst if b else 0.0)
-        self.state = self.commit(self.state, change(records), taken(paths))
+        self.accepted = taken(paths)
+        self.state = self.commit(self.state, change(records), self.accepted)
         self.steps += 1
         return before, records
 
@@ -111,17 +113,19 @@ def test_forty_random_steps(name):
     folded = kept = 0
     for _ in range(40):
         before, records = text.step()
-        folds = text.owner.folds(before.count, N - 1)
+        folds = before.count > text.owner.fold_above(N - 1)
         after = text.state
         assert text.worst < 4e-6
         for b in range(ROWS):
             if folds[b]:
-                folded += int(before.count[b]) > 0
+                folded += 1
             else:
                 assert np.array_equal(after.state[b], before.state[b])
                 kept += 1
         assert int(after.count.max()) <= text.owner.horizon
-        assert np.array_equal(records.count, jnp.where(folds, 0, before.count))
+        assert records.fold_above == text.owner.fold_above(N - 1)
+        left = jnp.where(folds, 0, before.count)
+        assert np.array_equal(after.count, left + text.accepted.count)
     assert text.error() < 4e-6
     # Each lifecycle has its own pace; none folds always, none never.
     assert folded >= 5 and kept >= 5
@@ -134,8 +138,8 @@ def test_longer_horizons_write_less():
         writes[name] = 0
         for _ in range(20):
             before, _ = text.step()
-            folds = text.owner.folds(before.count, N - 1)
-            writes[name] += int(jnp.sum(folds & (before.count > 0)))
+            folds = before.count > text.owner.fold_above(N - 1)
+            writes[name] += int(jnp.sum(folds))
     order = list(writes.values())
     assert order == sorted(order, reverse=True) and order[0] > 2 * order[-1]
 
@@ -196,10 +200,10 @@ def test_rows_move_and_slots_are_used_again(name):
 
 
 FAULTS = {
-    "cursor off by one": lambda r: r._replace(count=jnp.maximum(r.count - 1, 0)),
-    "a row's neighbour": lambda r: r._replace(k=jnp.roll(r.k, 1, axis=0)),
-    "a stale state": lambda r: r._replace(state=jnp.zeros_like(r.state)),
-    "records without decay": lambda r: r._replace(log_decay=0 * r.log_decay),
+    "a row's neighbour": lambda r: dict(k=jnp.roll(r.k, 1, axis=0)),
+    "a stale state": lambda r: dict(state=jnp.zeros_like(r.state)),
+    "records without decay": lambda r: dict(log_decay=0 * r.log_decay),
+    "a history dropped though it did not fold": lambda r: dict(fold_above=0),
 }
 
 
@@ -207,8 +211,47 @@ FAULTS = {
 def test_a_fault_in_one_commit_is_seen(fault):
     text = Text("deferred 32", seed=2)
     for step in range(6):
-        text.step(FAULTS[fault] if step == 4 else lambda records: records)
+        change = FAULTS[fault] if step == 4 else lambda records: {}
+        text.step(lambda r, change=change: dataclasses.replace(r, **change(r)))
     assert text.error() > 1e-3
+
+
+def test_a_history_that_is_kept_though_it_folded_is_seen():
+    text = Text("fused", seed=2)
+    for _ in range(6):
+        text.step(lambda records: dataclasses.replace(records, fold_above=N))
+    assert text.error() > 1e-3
+
+
+@over_owners
+def test_layers_are_committed_at_once(name):
+    """Each with its own state, records and counts; the twin has two of them swapped."""
+    texts = [Text(name, seed=seed) for seed in (1, 2, 3)]
+    for number, text in enumerate(texts):
+        for _ in range(number + 1):
+            before, records = text.step()
+        text.left = before, records
+    states, records = zip(*(text.left for text in texts), strict=True)
+    accepted = texts[0].accepted
+    owner = texts[0].owner
+    together = jax.jit(owner.commit_layers)(states, records, accepted)
+    pairs = zip(states, records, strict=True)
+    alone = [texts[0].commit(*pair, accepted) for pair in pairs]
+    assert isinstance(together, tuple) and same_bits(together, alone)
+    swapped = owner.commit_layers(
+        states, (records[1], records[0], records[2]), accepted
+    )
+    assert not same_bits(swapped, alone)
+    other = dataclasses.replace(records[1], fold_above=N)
+    with pytest.raises(ValueError, match="records have fold_above .*one value"):
+        owner.commit_layers(states, (records[0], other, records[2]), accepted)
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        owner.commit_layers(states[:2], records, accepted)
+
+
+def same_bits(some, others):
+    pairs = zip(jax.tree.leaves(some), jax.tree.leaves(others), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
 def test_an_index_instead_of_the_path_is_seen():
