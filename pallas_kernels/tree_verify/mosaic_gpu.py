@@ -2,7 +2,8 @@
 
 A team of warpgroups takes one tile after another: the value heads of a key head in
 turn, 64 rows of their state to a warpgroup. While it solves, the copy engine fills the
-buffers with the next head's state and values.
+buffers with the next head's state and values, and one more warpgroup of the team may
+prepare the next tile (mosaic_gpu_schedule).
 """
 
 import functools

@@ -124,7 +124,7 @@ class Halved(deferred.Deferred):
     def verify(self, state, inputs, tree):
         output, records = super().verify(state, inputs, tree)
         u = records.pseudo_values.astype(jnp.float16).astype(jnp.float32)
-        return output, records._replace(pseudo_values=u)
+        return output, dataclasses.replace(records, pseudo_values=u)
 
 
 class Skipping(deferred.Deferred):
@@ -140,8 +140,7 @@ class Late(deferred.Deferred):
 
     def verify(self, state, inputs, tree):
         output, records = super().verify(state, inputs, tree)
-        kept = jnp.minimum(state.count, self.horizon - tree.depth_max - 1)
-        return output, records._replace(count=kept)
+        return output, dataclasses.replace(records, fold_above=self.horizon)
 
 
 @pytest.mark.parametrize("twin", [Halved, Skipping, Late])
