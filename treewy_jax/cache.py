@@ -94,11 +94,6 @@ def clear_rows(cache: HybridCache, rows: Bool[Array, " B"]) -> HybridCache:
     return jax.tree.map(clear, cache)
 
 
-def nbytes(part: Any) -> int:
-    """Return the bytes of all arrays in `part` (arrays or their shapes)."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
-
-
 def state_bytes(
     cache: HybridCache,
     records: Records,
@@ -111,9 +106,9 @@ def state_bytes(
     """
     kept = sum(map(lifecycle.record_nbytes, records.recurrent))
     return {
-        "recurrent": nbytes(cache.recurrent),
-        "conv": nbytes(cache.window),
-        "kv": nbytes((cache.key, cache.value)),
-        "mtp_kv": nbytes(mtp_kv),
-        "records": kept + nbytes((records.rows, records.key, records.value)),
+        "recurrent": pytree.nbytes(cache.recurrent),
+        "conv": pytree.nbytes(cache.window),
+        "kv": pytree.nbytes((cache.key, cache.value)),
+        "mtp_kv": pytree.nbytes(mtp_kv),
+        "records": kept + pytree.nbytes((records.rows, records.key, records.value)),
     }

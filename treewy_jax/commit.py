@@ -43,9 +43,6 @@ class Reconstruct(lifecycle_lib.Options):
     def materialize(self, state):
         return state
 
-    def nbytes(self, state) -> int:
-        return state.nbytes
-
     def verify(self, state, inputs, tree):
         q, k, v, log_decay, beta = inputs
         options = {"impl": self.impl, "precision": self.precision}
@@ -128,9 +125,6 @@ class StoreAll(lifecycle_lib.Options):
 
     def materialize(self, state):
         return jax.vmap(lambda states, slot: states[slot])(state.states, state.index)
-
-    def nbytes(self, state) -> int:
-        return state.states.nbytes + state.index.nbytes
 
     def record_nbytes(self, records) -> int:
         del records  # the ring itself

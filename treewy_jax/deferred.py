@@ -7,7 +7,6 @@ then puts the accepted path where their history began. Both tell by the count al
 
 import dataclasses
 
-import jax
 from jaxtyping import Array, Float
 
 from treewy_jax import history as history_lib
@@ -98,9 +97,6 @@ class _Deferring(lifecycle.Options):
 
     def materialize(self, state):
         return history_lib.fold(state, impl=self.impl)
-
-    def nbytes(self, state) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
     def record_nbytes(self, records) -> int:
         nodes = (records.k, records.pseudo_values, records.log_decay)

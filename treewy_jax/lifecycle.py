@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 from jaxtyping import Array, Float
 
-from treewy_jax import accept
+from treewy_jax import accept, pytree
 from treewy_jax import tree as tree_lib
 from treewy_jax import verify as verify_lib
 
@@ -90,12 +89,11 @@ class Options:
         pairs = zip(states, records, strict=True)
         return tuple(self.commit(*pair, accepted) for pair in pairs)
 
-    def commit(self, state, records, accepted):
-        raise NotImplementedError
+    def nbytes(self, state) -> int:
+        return pytree.nbytes(state)
 
     def record_nbytes(self, records) -> int:
-        leaves = jax.tree.leaves(records)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        return pytree.nbytes(records)
 
 
 def check_dtype(name: str, dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that JAX carries as pytrees."""
+"""Frozen dataclasses that JAX carries as pytrees, and the bytes of any pytree."""
 
 import dataclasses
 import typing
@@ -20,3 +20,8 @@ def dataclass[T: type](cls: T) -> T:
 def static(**options) -> typing.Any:
     """Return a field that is compared and hashed by `jit` instead of traced."""
     return dataclasses.field(metadata=dict(static=True), **options)
+
+
+def nbytes(tree: typing.Any) -> int:
+    """Return the bytes of all arrays in a pytree, or of arrays of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

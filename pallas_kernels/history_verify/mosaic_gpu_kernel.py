@@ -2,8 +2,8 @@
 
 With W_j = e^(H - h_j) u_j of the records, keys K_h of theirs and X = [K; Q] of the
 nodes, S_0 X^T = e^H S X^T + W^T (K_h X^T). K_h X^T is made once for the value heads of
-a key head; the product with W^T is done while the state is on its way. Only a row that
-folds makes S_0 = e^H S + W^T K_h, in place and from there to global memory.
+a key head. Only a row that folds makes S_0 = e^H S + W^T K_h, in place and from there
+to global memory.
 """
 
 import functools
@@ -22,7 +22,7 @@ from pallas_kernels.tree_verify import mosaic_gpu_plan as tree_plans
 from pallas_kernels.tree_verify import mosaic_gpu_steps as steps
 
 SINCE, REMAINING = 0, 1
-PAST = 3  # of the vectors
+PAST = 3  # of the vectors: behind those of tree_verify
 
 
 class Arrays(NamedTuple):

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from scripts.workloads import base
+from treewy_jax import pytree
 
 # Arguments that differ by set make up this part of a set's bytes, or more.
 VARIED = 0.75
@@ -95,7 +95,7 @@ def plan(
         if output is None:
             raise ValueError(f"{case.op}: no output can replace argument {argument}")
         overwrites.append((argument, output))
-    size = sum(map(nbytes, inputs))
+    size = pytree.nbytes(inputs)
     if impl == "reference":  # XLA compiles every run anew, and tunes its products
         evict = 0
     moved = min(size, case.spec.bytes_moved)  # an op need not read all that it gets
@@ -115,7 +115,7 @@ def plan(
             return dataclasses.replace(chosen, carried=(argument, output))
     floats = [i for i, x in enumerate(inputs) if i not in donated and _is_float(x)]
     return dataclasses.replace(
-        chosen, nudged=min(floats, key=lambda i: nbytes(inputs[i]))
+        chosen, nudged=min(floats, key=lambda i: pytree.nbytes(inputs[i]))
     )
 
 
@@ -132,11 +132,6 @@ def donated_leaves(case: base.Case) -> list[int]:
         found += leaves if position in case.donate else []
         number += len(leaves)
     return found
-
-
-def nbytes(x: Any) -> int:
-    """Return the bytes of an array or of a jax.ShapeDtypeStruct."""
-    return math.prod(x.shape) * np.dtype(x.dtype).itemsize
 
 
 class Leaves(NamedTuple):
@@ -225,10 +220,10 @@ def lower_once(case: base.Case, impl: str, config: Any) -> jax.stages.Lowered:
 
 def _largest(shapes: Sequence[Any], donated: Sequence[int]) -> tuple[int, ...]:
     """Return arguments that, with those donated, hold most of the bytes."""
-    left = (1 - VARIED) * sum(map(nbytes, shapes))
+    left = (1 - VARIED) * pytree.nbytes(shapes)
     small = []
-    for i in sorted(range(len(shapes)), key=lambda i: nbytes(shapes[i])):
-        left -= nbytes(shapes[i])
+    for i in sorted(range(len(shapes)), key=lambda i: pytree.nbytes(shapes[i])):
+        left -= pytree.nbytes(shapes[i])
         if left < 0:
             break
         small.append(i)

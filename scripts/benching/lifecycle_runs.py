@@ -13,6 +13,7 @@ import numpy as np
 from scripts.benching import lifecycles, movement, timing
 from scripts.workloads import base, recurrent
 from treewy_jax import accept as accept_lib
+from treewy_jax import pytree
 
 SEED = 7
 ROWS = (0, -1)  # that are held against float64
@@ -32,24 +33,20 @@ def layers_that_fit(cells: Sequence[lifecycles.Cell], memory: float) -> int:
     states, left, fixed = 0, 0, 0
     for each in cells:
         rows, state, verified, _ = each.shapes
-        states += nbytes(state)
-        left = max(left, nbytes(verified) - _in_place(each, state, verified))
-        fixed = max(fixed, 2 * nbytes(rows) + 2 * nbytes(state))
+        states += pytree.nbytes(state)
+        left = max(left, pytree.nbytes(verified) - _in_place(each, state, verified))
+        fixed = max(fixed, 2 * pytree.nbytes(rows) + 2 * pytree.nbytes(state))
     fits = int((memory - fixed) // (states + left))
     return max(1, min(cells[0].group.sizes.layers, fits))
 
 
 def _in_place(cell: lifecycles.Cell, state: Any, verified: Any) -> int:
     """Return the bytes of rings of states that verification gets and returns."""
-    one = cell.group.state_bytes
-    held = {(x.shape, x.dtype) for x in jax.tree.leaves(state) if nbytes(x) > one}
+    least = cell.group.state_bytes
+    rings = [x for x in jax.tree.leaves(state) if pytree.nbytes(x) > least]
+    held = {(x.shape, x.dtype) for x in rings}
     returned = jax.tree.leaves(verified)
-    return sum(nbytes(x) for x in returned if (x.shape, x.dtype) in held)
-
-
-def nbytes(tree: Any) -> int:
-    """Return the bytes of arrays or shapes."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(pytree.nbytes(x) for x in returned if (x.shape, x.dtype) in held)
 
 
 def memory() -> float:

@@ -17,10 +17,10 @@ from models.qwen3_5 import decoder
 from pallas_kernels.grouped_matmul import spec as grouped_specs
 from pallas_kernels.tree_attention import spec as attention_specs
 from scripts.benching import step_program
-from treewy_jax import accept, attention, commit, conv, loop
+from treewy_jax import accept, attention, commit, conv, loop, pytree
 from treewy_jax import cache as cache_lib
 
-nbytes = cache_lib.nbytes
+nbytes = pytree.nbytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from scripts import bench_kernels
 from scripts.benching import chains, contenders, rates, tables, timing
+from treewy_jax import pytree
 
 RATES = ["--copy-tb-s", "4", "--product-tflop-s", "800"]
 
@@ -54,7 +55,7 @@ def test_one_state_is_fed_back(blend_op):
 
 def test_sets_take_turns_and_an_output_is_carried(blend_op):
     case = dataclasses.replace(blend_op[0], donate=())
-    size = sum(map(chains.nbytes, jax.tree.leaves(case.shapes())))
+    size = pytree.nbytes(case.shapes())
     chain = chains.plan(case, "triton", evict=2 * size, least_runs=4, seconds=15e-6)
     assert chain == chains.Plan(2, 4, trips=2, varied=(0, 2), carried=(0, 0))
     sets = arrays(case, 2)
@@ -68,7 +69,7 @@ def test_sets_take_turns_and_an_output_is_carried(blend_op):
 
 def test_each_set_has_a_state_of_its_own(blend_op):
     (case,) = blend_op
-    size = sum(map(chains.nbytes, jax.tree.leaves(case.shapes())))
+    size = pytree.nbytes(case.shapes())
     chain = chains.plan(case, "triton", evict=2 * size, least_runs=1, seconds=0)
     assert (chain.sets, chain.runs, chain.carried) == (2, 2, (0, 1))
     sets = arrays(case, 2)

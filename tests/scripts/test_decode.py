@@ -29,7 +29,7 @@ from scripts.decoding import (
     result,
     text,
 )
-from treewy_jax import cache, commit, memory, sampling
+from treewy_jax import commit, memory, pytree, sampling
 from treewy_jax import generate as generation_lib
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -172,7 +172,7 @@ def test_computed_bytes_are_those_that_store_all_allocates(ran, arguments):
     assert set(found) == set(memory.SCHEMES) >= {"reconstruct", "store-all"}
     shapes = jax.eval_shape(records, asked.model.params)
     kept = (shapes.rows, shapes.key, shapes.value)  # the states are the ring itself
-    assert found["store-all"]["records"] == cache.nbytes(kept)
+    assert found["store-all"]["records"] == pytree.nbytes(kept)
     ring = found["reconstruct"]["recurrent"] * 4 + 4 * 3 * asked.model.config.num_blocks
     assert found["store-all"]["recurrent"] == ring
     differing = {"recurrent": None, "records": None}

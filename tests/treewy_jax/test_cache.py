@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.treewy_jax import strategies
-from treewy_jax import accept, cache, commit, deferred
+from treewy_jax import accept, cache, commit, deferred, pytree
 from treewy_jax import tree as tree_lib
 
 LAYERS, ATTENDING, BATCH, SLOTS, CHANNELS, WINDOW = 3, 2, 4, 10, 5, 3
@@ -241,4 +241,4 @@ def test_bytes_are_those_of_the_arrays(name):
         "records": BATCH * NODES * rows * 4,
     }
     shapes = jax.eval_shape(lambda: before)
-    assert cache.nbytes(shapes) == sum(x.nbytes for x in jax.tree.leaves(before))
+    assert pytree.nbytes(shapes) == sum(x.nbytes for x in jax.tree.leaves(before))
