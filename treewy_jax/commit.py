@@ -47,8 +47,9 @@ class Reconstruct(lifecycle_lib.Options):
         q, k, v, log_decay, beta = inputs
         options = {"impl": self.impl, "precision": self.precision}
         verified = verify_lib.verify(q, k, v, log_decay, beta, state, tree, **options)
-        records = (k, verified.pseudo_values, verified.log_decay)
-        return verified.output, records
+        # As it came: a path has no padding.
+        log_decay = log_decay.astype(verified.log_decay.dtype)
+        return verified.output, (k, verified.pseudo_values, log_decay)
 
     def commit(self, state, records, accepted):
         k, pseudo_values, log_decay = records

@@ -70,7 +70,9 @@ class _Deferring(lifecycle.Options):
             impl=history_lib.IMPLEMENTATIONS.nearest(self.impl),
             precision=self.precision,
         )
-        records = (inputs.k, verified.pseudo_values, verified.log_decay)
+        # As it came: a path has no padding.
+        log_decay = inputs.log_decay.astype(verified.log_decay.dtype)
+        records = (inputs.k, verified.pseudo_values, log_decay)
         return verified.output, Written(history.state, *records, fold_above)
 
     def commit(self, state, records, accepted):

@@ -161,7 +161,6 @@ def verify(
     name = IMPLEMENTATIONS.choose(spec, impl).name
     accumulation = jnp.dtype(spec.accumulation_dtype)
     log_decay, beta = (gate.astype(accumulation) for gate in (log_decay, beta))
-    log_decay = verify_lib.zero_padding(log_decay, tree)
     run = _run_reference if name == implementations.REFERENCE else _run_kernel(name)
     rows = (q, k, v, log_decay, beta)
     output, pseudo_values, state = run(spec, rows, history, tree)

@@ -107,7 +107,6 @@ def verify(
     name = choose(spec, impl).name
     accumulation = jnp.dtype(spec.accumulation_dtype)
     log_decay, beta = (gate.astype(accumulation) for gate in (log_decay, beta))
-    log_decay = zero_padding(log_decay, tree)
     ancestors = tree.ancestors()
     run = _run_reference if name == "reference" else _run_kernel(name)
     output, pseudo_values = run(spec, q, k, v, log_decay, beta, state, ancestors, tree)
@@ -116,7 +115,9 @@ def verify(
 
 @typing.no_type_check
 def verified(spec, output, pseudo_values, log_decay, tree) -> Verified:
-    """Put together what a verification knows; log_decay is 0 in padding."""
+    """Put together what a verification knows."""
+    # Kernels do this themselves: unless it is asked for it costs nothing.
+    log_decay = zero_padding(log_decay, tree)
     high, low = wy.split_path_decay(log_decay, tree.ancestors())
     return Verified(
         output.astype(spec.output_dtype),
@@ -128,7 +129,8 @@ def verified(spec, output, pseudo_values, log_decay, tree) -> Verified:
 
 def _run_reference(spec, q, k, v, log_decay, beta, state, ancestors, tree):
     del spec
-    q, k, v, beta = (zero_padding(x, tree) for x in (q, k, v, beta))
+    rows = (q, k, v, log_decay, beta)
+    q, k, v, log_decay, beta = (zero_padding(x, tree) for x in rows)
     deepest = jnp.max(tree.deepest(), initial=0)
     return wy.verify_reference(q, k, v, log_decay, beta, state, ancestors, deepest)
 

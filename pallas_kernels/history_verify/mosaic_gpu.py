@@ -4,6 +4,7 @@ The kernel of tree_verify, with a history joined to what keys and queries read f
 state. Rows that fold write S_0 over their state; the others write no state at all.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -34,6 +35,8 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
     )
 
 
+# One trace and one lowering for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("spec", "config"))
 def history_verify(
     q: Float[Array, "B n Hk Dk"],
     k: Float[Array, "B n Hk Dk"],

@@ -89,8 +89,8 @@ class Warpgroup(tree_verify.Warpgroup):
         """Read the pseudo-values of the records, for the lines of the warpgroup."""
         row, head, line = tile.place
         lines = pl.ds(line, self.plan.lines)
-        source = self.arrays.past_pseudo_values.at[row, :, head + turn]
-        return self._load_transposed(source.at[:, lines], tile.row.count)
+        source = self.arrays.past_pseudo_values.at[row, :, head + turn, lines]
+        return self._load_transposed(source, tile.row.count)
 
     def _load_transposed(self, source, count):
         return steps.load(

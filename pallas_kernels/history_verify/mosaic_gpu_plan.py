@@ -18,9 +18,9 @@ class Plan(plans.Plan):
 
     FEW = ({"separate": True, "ahead": 2}, {"separate": True}, {})
     MANY = (
-        {"separate": True, "ahead": 1, "staged": True},
-        {"separate": True, "ahead": 1},
-        {"separate": True, "staged": True},
+        {"separate": True, "ahead": 1, "staged": True, "given": 32},
+        {"separate": True, "ahead": 1, "given": 32},
+        {"separate": True, "staged": True, "given": 32},
         {"staged": True},
     )
 

@@ -62,6 +62,8 @@ def _is_hopper() -> bool:
     return platform != "gpu" or bool(re.search(r"\bG?H\d+", kind))
 
 
+# One trace and one lowering for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("spec", "config"))
 def tree_verify(
     q: Float[Array, "B n Hk Dk"],
     k: Float[Array, "B n Hk Dk"],

@@ -305,7 +305,7 @@ class Copies:
         if self.plan.copied:
             self.wait("values_here")
             values = self.values.transpose((1, 0))
-            return plgpu.load(values, layout=steps.TILE).astype(jnp.float32)
+            return plgpu.load(values, layout=steps.TILE)
         lines = pl.ds(place.line, self.plan.lines)
         return steps.load(
             self.arrays.v.at[place.row, :, place.head + turn, lines],

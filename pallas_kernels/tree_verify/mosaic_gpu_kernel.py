@@ -141,6 +141,7 @@ class Warpgroup(copies.Copies):
         from_state, strength = (
             self._across(self._column(self.shared.at[turn, i])) for i in range(2)
         )
+        values = values.astype(jnp.float32)
         right = strength * (values - from_state * read[:, :wide])
         right = jnp.where(there, right, 0.0)
         solved = lax.fori_loop(

@@ -12,6 +12,8 @@ from pallas_kernels.tree_verify import spec as specs
 LINES = 64  # rows of the state that one warpgroup takes: the M of wgmma
 CORES = 132  # of an H100 or H200
 SHARED_MEMORY = 227 * 1024  # bytes, of a block
+REGISTERS = 64 * 1024  # of a multiprocessor
+LEAST_REGISTERS, MOST_REGISTERS = 24, 255  # of a thread
 BARRIERS = 4096  # bytes of it that are kept for barriers and alignment
 MOST_WARPGROUPS = 8
 MOST_BARRIERS = 32  # that Mosaic keeps as one array
@@ -31,6 +33,7 @@ class Config:
         those of one head: they are filled while it is at work on that head.
       separate: whether a team has one warpgroup more, which prepares a tile while the
         others solve the one before.
+      given: registers of a thread that this one leaves to those that solve.
     """
 
     block_v: int
@@ -40,6 +43,7 @@ class Config:
     staged: bool = False
     ahead: int = 0
     separate: bool = False
+    given: int = 0
 
 
 class Barriers(NamedTuple):
@@ -168,6 +172,23 @@ class Plan:
     def warpgroups(self) -> int:
         """Warpgroups of a block."""
         return self.members * self.config.teams
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Registers of a thread that prepares, and of one that solves; None: alike."""
+        if not self.config.given:
+            return None
+        alike = REGISTERS // (self.warpgroups * 128) // 8 * 8
+        return alike - self.config.given, alike + self.config.given // self.groups
+
+    @property
+    def gives(self) -> bool:
+        """Whether the hardware can divide registers so: by eights, 24 to 255."""
+        if self.registers is None:
+            return True
+        return self.config.given % (8 * self.groups) == 0 and (
+            LEAST_REGISTERS <= self.registers[0] < self.registers[1] <= MOST_REGISTERS
+        )
 
     @property
     def blocks_v(self) -> int:
@@ -301,6 +322,11 @@ def _check(spec, config, plan) -> None:
     if config.ahead < 0:
         raise ValueError(f"ahead is {config.ahead}; 0 or more is allowed")
     cut = plan(spec, config)
+    if config.given and not (config.separate and cut.gives):
+        raise ValueError(
+            f"given is {config.given}; with separate, a multiple of {8 * cut.groups} "
+            f"that leaves {LEAST_REGISTERS} is allowed"
+        )
     if not cut.fits:
         raise ValueError(
             f"{config} takes {cut.shared_memory} bytes of shared memory and "

@@ -25,21 +25,32 @@ def kernel(*refs, plan, interpret, warpgroup, **buffers):
     if not plan.config.separate:
         _prepare_and_solve(group)
         return
-    pl.when(group.prepares)(functools.partial(_prepare_ahead, group))
-    pl.when(jnp.logical_not(group.prepares))(functools.partial(_solve, group))
+    few, many = (None, None) if interpret else plan.registers or (None, None)
+
+    @pl.when(group.prepares)
+    def _():
+        if few is not None:
+            plgpu.set_max_registers(few, action="decrease")
+        _prepare_ahead(group)
+
+    @pl.when(jnp.logical_not(group.prepares))
+    def _():
+        if many is not None:
+            plgpu.set_max_registers(many, action="increase")
+        _solve(group)
 
 
 def _prepare_and_solve(group):
     def begin(tile):
         group.fetch_keys(tile.number, tile.buffer)
         _start_state(group, tile)
-        return group.fetch_tile(tile), group.fetch_head(tile, 0)
+        return group.fetch_tile(tile)
 
-    def one_tile(step, tile, following, ahead):
-        fetched, found = ahead
+    def one_tile(step, tile, following, fetched):
         fetched = _prepare_tile(group, step, tile, following, fetched)
         group.await_tile(tile)
-        return fetched, _solve_tile(group, step, tile, following, found)
+        _solve_tile(group, step, tile, following)
+        return fetched
 
     count = _each_tile(group, begin, one_tile)
     group.finish()
@@ -67,11 +78,10 @@ def _prepare_ahead(group):
 def _solve(group):
     def begin(tile):
         _start_state(group, tile)
-        return group.fetch_head(tile, 0)
 
-    def one_tile(step, tile, following, found):
+    def one_tile(step, tile, following, _):
         group.await_tile(tile)
-        return _solve_tile(group, step, tile, following, found)
+        _solve_tile(group, step, tile, following)
 
     _each_tile(group, begin, one_tile)
     group.finish()
@@ -85,23 +95,24 @@ def _each_tile(group, begin, one_tile):
     """
     plan = group.plan
     first = lax.axis_index("block") * plan.config.teams + group.team
-    count = lax.div(plan.tiles - first + group.stride - 1, group.stride)
 
-    def tile_at(step, row=None):
-        number = first + step * group.stride
+    def tile_at(step, number, row=None):
         readable = lax.min(number, plan.tiles - 1)
         row = group.fetch_row(readable) if row is None else row
         buffer = lax.rem(step, plan.key_buffers)
         return copies.Tile(number, group.place(readable), row, buffer)
 
-    def step_on(step, carry):
-        row, ahead = carry
-        tile, following = tile_at(step, row), tile_at(step + 1)
-        return following.row, one_tile(step, tile, following, ahead)
+    def step_on(carry):
+        step, number, row, ahead = carry
+        tile = tile_at(step, number, row)
+        following = tile_at(step + 1, number + group.stride)
+        ahead = one_tile(step, tile, following, ahead)
+        return step + 1, following.number, following.row, ahead
 
-    tile = tile_at(jnp.int32(0))
-    lax.fori_loop(0, count, step_on, (tile.row, begin(tile)))
-    return count
+    tile = tile_at(jnp.int32(0), first)
+    start = (jnp.int32(0), first, tile.row, begin(tile))
+    step, *_ = lax.while_loop(lambda carry: carry[1] < plan.tiles, step_on, start)
+    return step
 
 
 def _start_state(group, tile):
@@ -127,13 +138,16 @@ def _prepare_tile(group, step, tile, following, fetched, fetch_keys=lambda: None
     return ahead
 
 
-def _solve_tile(group, step, tile, following, found):
-    """Solve the heads of a tile; return what was found of the one that follows."""
+def _solve_tile(group, step, tile, following):
+    """Solve the heads of a tile."""
     heads = group.plan.config.heads
 
-    def one_head(turn, found):
+    def one_head(turn, _):
         last = turn == heads - 1
+        ahead = jax.tree.map(functools.partial(jnp.where, last), following, tile)
+        next_turn = jnp.where(last, 0, turn + 1)
         slots = group.slots(step, turn)
+        found = group.fetch_head(tile, turn)
         group.wait("matrix_here", turn)
         read = group.read_state(tile, turn, slots, found)
         group.rewrite(tile, turn, slots, found)
@@ -143,10 +157,7 @@ def _solve_tile(group, step, tile, following, found):
         # it is about to overwrite, and then a value in a million is wrong.
         plgpu.commit_smem()
         group.refill(tile, turn, slots)
-        ahead = jax.tree.map(functools.partial(jnp.where, last), following, tile)
-        next_turn = jnp.where(last, 0, turn + 1)
         group.fetch_values(ahead.number, next_turn)
-        found = group.fetch_head(ahead, next_turn)
         if not group.plan.config.separate:
             pl.when(last)(lambda: group.release_keys(tile, following))
         solved, there, start = group.solve(turn, read, values, tile.row)
@@ -157,9 +168,9 @@ def _solve_tile(group, step, tile, following, found):
         group.arrive("matrix_free", turn)
         group.store("output", seen, tile.place, turn)
         group.send(tile.place, turn)
-        return found
+        return ()
 
-    return lax.fori_loop(0, heads, one_head, found)
+    lax.fori_loop(0, heads, one_head, ())
 
 
 def _await_matrices_free(group, count):

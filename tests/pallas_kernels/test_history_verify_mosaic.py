@@ -256,12 +256,25 @@ def test_it_takes_these(nodes, horizon, record_dtype):
 
 @pytest.mark.parametrize(
     ("nodes", "cut"),
-    [(4, {"ahead": 2}), (40, {"ahead": 1})],
+    [(4, {"ahead": 2}), (40, {"ahead": 1, "given": 32})],
 )
 def test_a_history_of_16_records_leaves_room_for_the_fastest_cut(nodes, cut):
     spec = make_spec(nodes=nodes, output_dtype="bfloat16")
     config = tree_plans.choose(spec, plan=plans.Plan)
     assert config == tree_plans.Config(128, heads=2, separate=True, **cut)
+
+
+def test_registers_are_given_by_those_that_prepare():
+    def given(count, **more):
+        config = tree_plans.Config(128, heads=2, given=count, **more)
+        return tree_plans.choose(make_spec(nodes=40), config, plan=plans.Plan)
+
+    plan = plans.Plan(make_spec(nodes=40), given(32, separate=True))
+    few, many = plan.registers
+    assert few + plan.groups * many == 3 * 168 and many > few
+    for count, more in ((32, {}), (8, {"separate": True}), (160, {"separate": True})):
+        with pytest.raises(ValueError, match=f"given is {count}"):
+            given(count, **more)
 
 
 def test_a_cut_has_to_leave_room_for_the_history():
