@@ -2,6 +2,7 @@
 
     python scripts/bench_commit.py --json commit.json --plot commit.png
     python scripts/bench_commit.py --nodes 4 --batch 128 --quick
+    python scripts/bench_commit.py --json commit.json --resume --max-seconds 500
 
 A step is that of the recurrent part of Qwen3.5 35B-A3B: all layers verify a tree of n
 nodes (4: a chain of three drafts; 15: 2,2,2; 40: 3,3,3), one after the other, then all
@@ -27,6 +28,9 @@ keeps the accepted state by an index, as engines do, so that its commit moves no
 MB" are bytes a step of copies that XLA adds, as large as half a layer's states or more,
 read from the compiled program. On a CPU sizes are tiny and times say nothing of a GPU.
 
+--resume keeps the rows that the file has of a group, if all of them are right and of
+the same kernels, JAX and device, and measures the others.
+
 Exit status: 0; 1 where a lifecycle is wrong or fails (it is not timed then); 2 for
 wrong input, with one line on stderr.
 """
@@ -34,9 +38,12 @@ wrong input, with one line on stderr.
 import dataclasses
 import gc
 import itertools
+import math
 import pathlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -47,6 +54,7 @@ from scripts.benching import (
     lifecycle_runs,
     lifecycles,
     rates,
+    resume,
 )
 
 ROUNDS = 5
@@ -73,6 +81,10 @@ class Options:
     """Implementation of all ops that have it; by default the best that runs."""
     quick: bool = False
     """Two rounds in place of five."""
+    resume: bool = False
+    """Keep what --json has of the same kernels."""
+    max_seconds: float | None = None
+    """Begin no group after so long."""
     copy_tb_s: float | None = None
     """Rate of a large copy, TB/s, read and written; by default measured."""
     json: pathlib.Path | None = None
@@ -86,16 +98,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = command.parse(Options, "bench_commit.py", arguments)
         groups = select(chosen)
+        kept = [[] for _ in groups]
+        if chosen.resume:
+            wanted = [[described(cell) for cell in group] for group in groups]
+            kept = resume.keep(chosen.json, wanted)
     except (ValueError, OSError) as error:
         return command.refuse("bench_commit.py", error)
+    limit = math.inf if chosen.max_seconds is None else chosen.max_seconds
+    begun = time.monotonic()
+    groups = [group for group, rows in zip(groups, kept, strict=True) if not rows]
     rate = rates.copy(chosen.copy_tb_s)
-    cells = [cell for group in groups for cell in group]
+    cells: list[lifecycles.Cell] = []
     with command.progress() as progress:
         for group in progress.track(groups, description="checking and timing"):
+            if time.monotonic() - begun > limit:
+                command.note("out of time: --resume goes on from here")
+                break
+            cells += group
             lifecycle_runs.run(group, 2 if chosen.quick else ROUNDS)
             gc.collect()
             if chosen.json is not None:  # a run that is ended early leaves what it has
-                write(chosen, cells, rate)
+                write(chosen, sum(kept, []), cells, rate)
             first = group[0].group
             command.note(f"n={first.nodes} B={first.batch} S={first.state_dtype}")
     console = command.console()
@@ -146,6 +169,13 @@ def _group(
     ]
 
 
+def described(cell: lifecycles.Cell) -> dict[str, Any]:
+    """Return the fields of a row that tell which one it is."""
+    sizes = lifecycle_report.record(cell, 1.0)
+    names = ("lifecycle", "options", "nodes", "batch", "state_dtype", "accept")
+    return {name: sizes[name] for name in names}
+
+
 def summary(rate: float, given: bool) -> str:
     """Return whose clock the times are, and what moves are made from."""
     clock = (
@@ -156,14 +186,22 @@ def summary(rate: float, given: bool) -> str:
     return f"{reporting.device()}; {clock}. {rates.describe_copy(rate, given)}"
 
 
-def write(chosen: Options, cells: Sequence[lifecycles.Cell], rate: float) -> None:
-    """Write method, rate and every cell as JSON."""
+def write(
+    chosen: Options,
+    kept: Sequence[Mapping[str, Any]],
+    cells: Sequence[lifecycles.Cell],
+    rate: float,
+) -> None:
+    """Write method, rows that are kept and every cell as JSON."""
+    rounds = 2 if chosen.quick else ROUNDS
+    new = resume.origin() | {"copy_bytes_per_s": rate, "rounds": rounds}
     fields = {
         "method": __doc__,
         "clock": "cupti" if jax.default_backend() == "gpu" else "host",
-        "rounds": 2 if chosen.quick else ROUNDS,
-        "copy_bytes_per_s": rate,
-        "rows": [lifecycle_report.record(cell, rate) for cell in cells],
+        "rows": [
+            *kept,
+            *(lifecycle_report.record(cell, rate) | new for cell in cells),
+        ],
     }
     reporting.write_result(chosen.json, fields)
 

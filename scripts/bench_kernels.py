@@ -16,7 +16,8 @@ host's clock over such programs divided by the runs, launches included. Floors: 
 bytes at the rate of a large copy, least flops at that of a large bfloat16 product, both
 measured in the same run unless they are given. "x baseline" is how many times faster
 than the implementation "reference", plain XLA. On a CPU kernels are interpreted, at
-the sizes tagged "small", and times are the host's: they say nothing of a GPU.
+the sizes tagged "small", and times are the host's: they say nothing of a GPU. --resume
+keeps the rows of what took turns, if they are of the same kernels, JAX and device.
 
 Exit status: 0; 1 where an implementation is wrong or fails (it is not timed then); 2
 for wrong input, with one line on stderr.
@@ -26,13 +27,14 @@ import dataclasses
 import gc
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import rich.progress
 
 from scripts import reporting
-from scripts.benching import command, contenders, rates, tables
+from scripts.benching import command, contenders, rates, resume, tables
 from scripts.workloads import all as workloads
 from scripts.workloads import base
 
@@ -55,6 +57,8 @@ class Options:
     """Rate of a large copy, TB/s, read and written; by default measured."""
     product_tflop_s: float | None = None
     """Rate of a large bfloat16 product, TFLOP/s; by default measured."""
+    resume: bool = False
+    """Keep what --json has of the same kernels."""
     json: pathlib.Path | None = None
     """Write the result to this file."""
     plot: pathlib.Path | None = None
@@ -66,8 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = command.parse(Options, "bench_kernels.py", arguments)
         entrants = select(chosen)
+        kept = found_rows(chosen, entrants)
     except (ValueError, OSError) as error:
         return command.refuse("bench_kernels.py", error)
+    measured = {(row["op"], row["case"]) for row in kept}
+    entrants = [e for e in entrants if (e.case.op, e.case.label) not in measured]
     limits = rates.get(
         chosen.copy_tb_s and 1e12 * chosen.copy_tb_s,
         chosen.product_tflop_s and 1e12 * chosen.product_tflop_s,
@@ -75,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def save() -> None:
         if chosen.json is not None:  # a run that is ended early leaves what it has
-            write(chosen, entrants, limits)
+            write(chosen, kept, entrants, limits)
 
     with command.progress() as progress:
         time_all(entrants, 2 if chosen.quick else ROUNDS, progress, save)
@@ -110,6 +117,29 @@ def select(chosen: Options) -> list[contenders.Contender]:
     return found
 
 
+def found_rows(
+    chosen: Options, entrants: Sequence[contenders.Contender]
+) -> list[dict[str, Any]]:
+    """Return the rows of the file for groups of which it has all."""
+    if not chosen.resume:
+        return []
+    wanted = [
+        [dict(op=e.case.op, case=e.case.label, impl=e.impl) for e in group]
+        for group in grouped(entrants)
+    ]
+    return sum(resume.keep(chosen.json, wanted), [])
+
+
+def grouped(
+    entrants: Sequence[contenders.Contender],
+) -> list[list[contenders.Contender]]:
+    """Return what takes turns; cases without a group are a group each."""
+    groups: dict[object, list[contenders.Contender]] = {}
+    for entrant in entrants:
+        groups.setdefault(entrant.case.group or entrant.case, []).append(entrant)
+    return list(groups.values())
+
+
 def cases_here(
     ops: Sequence[str], tag: str, labels: Sequence[str] = ()
 ) -> list[base.Case]:
@@ -138,16 +168,14 @@ def time_all(
 ) -> None:
     """Compile everything, then check and time group by group; memory is freed between.
 
-    Cases without a group are a group each; `after` is called after each.
+    `after` is called after each.
     """
-    groups: dict[object, list[contenders.Contender]] = {}
-    for entrant in entrants:
-        groups.setdefault(entrant.case.group or entrant.case, []).append(entrant)
+    groups = grouped(entrants)
     compiling = progress.add_task("compiling", total=None)
     contenders.build(entrants, lambda: progress.advance(compiling))
     command.note(f"compiled {len(entrants)} contenders")
     timing = progress.add_task("checking and timing", total=len(groups))
-    for group in groups.values():
+    for group in groups:
         contenders.run(group, rounds)
         for entrant in group:
             entrant.inputs = entrant.program = entrant.single = None
@@ -171,15 +199,21 @@ def summary(limits: rates.Rates) -> str:
 
 
 def write(
-    chosen: Options, entrants: Sequence[contenders.Contender], limits: rates.Rates
+    chosen: Options,
+    kept: Sequence[Mapping[str, Any]],
+    entrants: Sequence[contenders.Contender],
+    limits: rates.Rates,
 ) -> None:
-    """Write method, rates and every contender as JSON."""
+    """Write method, rates, rows that are kept and every contender as JSON."""
     fields = {
         "method": __doc__,
         "clock": "cupti" if jax.default_backend() == "gpu" else "host",
         "rounds": 2 if chosen.quick else ROUNDS,
         "rates": dataclasses.asdict(limits),
-        "rows": [tables.record(entrant, limits) for entrant in entrants],
+        "rows": [
+            *kept,
+            *(tables.record(entrant, limits) | resume.origin() for entrant in entrants),
+        ],
     }
     reporting.write_result(chosen.json, fields)
 

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from scripts import bench_commit
-from scripts.benching import lifecycle_report, lifecycle_runs, lifecycles, timing
+from scripts.benching import (
+    code,
+    lifecycle_report,
+    lifecycle_runs,
+    lifecycles,
+    timing,
+)
 from treewy_jax import deferred
 
 COPY = ["--copy-tb-s", "4"]
@@ -192,7 +198,7 @@ def test_cells_are_checked_timed_and_written(tmp_path, capsys):
     paths = ["--json", str(file), "--plot", str(image)]
     assert bench_commit.main([*arguments, *paths]) == 0
     found = json.loads(file.read_text())
-    assert (found["clock"], found["rounds"]) == ("host", 2)
+    assert (found["clock"], found["rows"][0]["rounds"]) == ("host", 2)
     first, second = found["rows"]
     assert (first["lifecycle"], second["lifecycle"]) == ("reconstruct", "deferred-8")
     for row in found["rows"]:
@@ -206,6 +212,26 @@ def test_cells_are_checked_timed_and_written(tmp_path, capsys):
     assert second["options"]["horizon"] == 8 and 0 < second["folds_a_step"] < 2
     assert image.stat().st_size > 0
     assert "deferred-8" in capsys.readouterr().out
+
+
+def test_a_run_is_resumed_where_it_ended(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "commit.json"
+    arguments = ["--lifecycles", "reconstruct", "--nodes", "4", "--quick", *COPY]
+    arguments += ["--json", str(file), "--resume"]
+    assert bench_commit.main([*arguments, "--batch", "1", "--max-seconds", "0"]) == 0
+    assert not file.exists() and "out of time" in capsys.readouterr().err
+    assert bench_commit.main([*arguments, "--batch", "1"]) == 0
+    (first,) = json.loads(file.read_text())["rows"]
+    assert bench_commit.main([*arguments, "--batch", "1", "2"]) == 0
+    kept, second = json.loads(file.read_text())["rows"]
+    assert kept == first and second["batch"] == 2
+    monkeypatch.setattr(code, "digest", lambda *parts: "other kernels")
+    assert bench_commit.main([*arguments, "--batch", "1"]) == 0
+    (again,) = json.loads(file.read_text())["rows"]
+    assert again["kernels"] == "other kernels" != first["kernels"]
+    file.write_text("[]")
+    assert bench_commit.main(arguments) == 2
+    assert "no such result" in capsys.readouterr().err
 
 
 def test_a_wrong_lifecycle_fails_the_run(monkeypatch, tmp_path):
@@ -231,6 +257,7 @@ def test_a_wrong_lifecycle_fails_the_run(monkeypatch, tmp_path):
         (["--impl", "cuda"], "impl is 'cuda'"),
         (["--copy-tb-s", "0"], "copy_tb_s is 0.0"),
         (["--json", "."], "is no file in a folder that exists"),
+        (["--resume"], "resume is True; with --json"),
         (["--rounds", "3"], "--rounds"),
     ],
 )
