@@ -122,6 +122,33 @@ def other_kernels() -> str:
     return markdown(["op", "case", "floor", "median (times floor)"], rows)
 
 
+def commits() -> str:
+    """Microseconds a layer and step of every lifecycle, and passes over its states."""
+    groups: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for row in read("nvidia-h200/commit")["rows"]:
+        groups.setdefault((row["nodes"], row["batch"]), {})[row["lifecycle"]] = row
+    rows = []
+    for (count, batch), found in groups.items():
+        cells = [_moves(found[label]) for label in LIFECYCLES]
+        rows.append([str(count), str(batch), *cells])
+    return markdown(["n", "B", *LIFECYCLES], rows)
+
+
+LIFECYCLES = (
+    "store-all",
+    "reconstruct",
+    "fused",
+    "deferred-8",
+    "deferred-16",
+    "deferred-32",
+)
+
+
+def _moves(row: dict[str, Any]) -> str:
+    us, moves = row["device_us"]["median"], row["moves_equivalent"]
+    return f"{us:.3g} ({moves:.2f} / {row['ideal_moves']:.2f})"
+
+
 OTHERS = ("decode", "chunk_prefill", "gdn_front", "grouped_matmul", "tree_attention")
 
 
@@ -164,6 +191,7 @@ TABLES = {
     verification_in_short: "README.md",
     verification: "scripts/results/README.md",
     other_kernels: "scripts/results/README.md",
+    commits: "scripts/results/README.md",
     steps: "scripts/results/README.md",
 }
 

@@ -28,6 +28,15 @@ def test_sentences_of_the_model_card():
     assert f"{trained / 1e6:.0f} M tokens" in words
 
 
+def test_moves_in_the_readme():
+    rows = make_tables.read("nvidia-h200/commit")["rows"]
+    found = {r["lifecycle"]: r for r in rows if (r["nodes"], r["batch"]) == (4, 64)}
+    labels = ("store-all", "reconstruct", "fused", "deferred-16")
+    moves = [f"{found[label]['moves_equivalent']:.2f}" for label in labels]
+    words = " ".join(README.split())
+    assert f"a step takes {', '.join(moves[:3])} and {moves[3]} (horizon 16)" in words
+
+
 def test_another_result_would_fail(monkeypatch):
     fields = make_tables.read("cpu/acceptance")
     changed = json.loads(json.dumps(fields))
