@@ -8,8 +8,10 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tree_attention import op
+from treewy_jax import sharding
 
 
+@sharding.by_letters
 def causal(
     q: Float[Array, "B T heads D"],
     k: Float[Array, "B T kv D"],
@@ -20,6 +22,7 @@ def causal(
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
+@sharding.by_letters
 def over_tree(
     q: Float[Array, "B m heads D"],
     prefix: tuple[Float[Array, "B S kv D"], Float[Array, "B S kv D"]],

@@ -21,12 +21,37 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.commit import op as commit_op
 from pallas_kernels.store_all import op as store_all_op
-from treewy_jax import deferred, pytree
+from treewy_jax import deferred, pytree, sharding
 from treewy_jax import lifecycle as lifecycle_lib
 from treewy_jax import verify as verify_lib
 
 Inputs = lifecycle_lib.Inputs
 Lifecycle = lifecycle_lib.Lifecycle
+
+_commit = sharding.by_letters(
+    commit_op.commit,
+    letters={
+        "state": "B Hv Dv Dk",
+        "k": "B n Hk Dk",
+        "pseudo_values": "B n Hv Dv",
+        "log_decay": "B n Hv",
+        "path": "B P",
+        "count": "B",
+    },
+)
+_store_all = sharding.by_letters(
+    store_all_op.store_all,
+    letters={
+        "q": "B n Hk Dk",
+        "k": "B n Hk Dk",
+        "v": "B n Hv Dv",
+        "log_decay": "B n Hv",
+        "beta": "B n Hv",
+        "states": "B slots Hv Dv Dk",
+        "index": "B",
+        "parent": "B n",
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +80,7 @@ class Reconstruct(lifecycle_lib.Options):
         k, pseudo_values, log_decay = records
         path, count = accepted.path, accepted.count
         impl = commit_op.IMPLEMENTATIONS.nearest(self.impl)
-        return commit_op.commit(
-            state, k, pseudo_values, log_decay, path, count, impl=impl
-        )
+        return _commit(state, k, pseudo_values, log_decay, path, count, impl=impl)
 
 
 @pytree.dataclass
@@ -105,7 +128,7 @@ class StoreAll(lifecycle_lib.Options):
 
     def verify(self, state, inputs, tree):
         self.check(tree.depth_max, tree.n_max)
-        output, states = store_all_op.store_all(
+        output, states = _store_all(
             *inputs,
             state.states,
             state.index,

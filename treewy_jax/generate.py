@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treewy_jax import acceptance, drafters, loop
 from treewy_jax import cache as cache_lib
 from treewy_jax import commit as commit_lib
-from treewy_jax import drafters, loop
+from treewy_jax import mesh as mesh_lib
 from treewy_jax import prompts as prompts_lib
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
@@ -22,7 +23,10 @@ STEPS_PER_BLOCK = 8
 
 @runtime_checkable
 class Model(Protocol):
-    """A loaded model: static configuration, parameters, and how to bind the two."""
+    """A loaded model: static configuration, parameters, and how to bind the two.
+
+    A model may have a `mesh`, the devices that its parameters are spread over.
+    """
 
     config: Any
     params: Any
@@ -75,7 +79,8 @@ def generate(
     drafter: drafters.Drafter | None = None,
     commit: str | commit_lib.Lifecycle = "reconstruct",
     sampling: sampling_lib.Sampling | None = None,
-    seed: int = 0,
+    accept: str | acceptance.Rule = "match",
+    seed: int | Sequence[int] = 0,
     impl: str | None = None,
     state_dtype: str | None = None,
     eos_token_ids: Sequence[int] | None = None,
@@ -92,7 +97,9 @@ def generate(
         drafter: None drafts with the model's MTP head.
         commit: a lifecycle of `treewy_jax.commit`, by name or itself.
         sampling: None is greedy.
-        seed: of all draws; a text depends on it and on the row's number alone.
+        accept: a rule of `treewy_jax.acceptance`, by name or itself.
+        seed: of all draws; a text depends on it and on the row's number alone. With a
+            list, one seed a row, a row's text is that of its seed and prompt alone.
         impl: implementation of `verify`; None picks one.
         state_dtype: storage of the recurrent state; None as the configuration says.
         eos_token_ids: None as the configuration says.
@@ -105,8 +112,14 @@ def generate(
     max_position = config.max_position_embeddings
     rows = prompts_lib.check(prompts, config.vocab_size)
     prompts_lib.check_budget(rows, max_new_tokens, max_position)
+    mesh = getattr(model, "mesh", None)
+    mesh_lib.check_batch(len(rows), mesh)
+    sampling = sampling or sampling_lib.Sampling()
+    rule = acceptance.by_name(accept)
+    key = _key(seed, len(rows))
     if drafter is None:
-        drafter = default_drafter(tree, config)
+        drafter = default_drafter(tree, config, sampled=rule.needs_draft)
+    rule.check(drafter, sampling)
     lifecycle = _lifecycle(
         commit,
         state_dtype=state_dtype or config.mamba_ssm_dtype,
@@ -119,20 +132,22 @@ def generate(
         build=model.builder(lifecycle),
         params=model.params,
         drafter=drafter,
-        sampling=sampling or sampling_lib.Sampling(),
+        sampling=sampling,
+        accept=rule,
     )
     eos = config.eos_token_ids if eos_token_ids is None else eos_token_ids
     rules = loop.Rules(
         budget=jnp.full(len(rows), max_new_tokens, jnp.int32),
         eos=jnp.asarray(tuple(eos), jnp.int32),
-        key=jax.random.key(seed),
+        key=key,
     )
     tokens, lengths = prompts_lib.pad(rows, max_position)
     capacity = min(tokens.shape[1] + max_new_tokens, max_position)
-    state = program.start(tokens, lengths, rules, capacity, max_new_tokens)
-    sizes = program.state_bytes(state, lifecycle)
-    state = _finish(program, state, rules, max_new_tokens, on_tokens)
-    return _read(state, sizes)
+    with mesh_lib.use(mesh):
+        state = program.start(tokens, lengths, rules, capacity, max_new_tokens)
+        sizes = program.state_bytes(state, lifecycle)
+        state = _finish(program, state, rules, max_new_tokens, on_tokens)
+        return _read(state, sizes)
 
 
 def as_tree(tree: tree_lib.DraftTree | Sequence[int] | str) -> tree_lib.DraftTree:
@@ -146,9 +161,14 @@ def as_tree(tree: tree_lib.DraftTree | Sequence[int] | str) -> tree_lib.DraftTre
 
 
 def default_drafter(
-    tree: tree_lib.DraftTree | Sequence[int] | str, config: Any
+    tree: tree_lib.DraftTree | Sequence[int] | str,
+    config: Any,
+    *,
+    sampled: bool = False,
 ) -> drafters.Drafter:
     """Return the MTP drafter of this topology; the root alone needs none.
+
+    A `sampled` one draws its tokens, as some rules of acceptance need.
 
     Raises:
         ValueError: the model has no MTP head, or fewer tokens than a node has children.
@@ -161,7 +181,7 @@ def default_drafter(
             "drafter 'mtp': the model has no MTP head; allowed are another drafter, "
             "such as ngram, or tree none"
         )
-    drafter = drafters.MTPDrafter.from_tree(tree)
+    drafter = drafters.MTPDrafter.from_tree(tree, sampled=sampled)
     if drafter.rank_max > config.vocab_size:
         raise ValueError(
             f"tree: a node has {drafter.rank_max} children; allowed are at most the "
@@ -178,6 +198,7 @@ class _Program:
     params: Any
     drafter: drafters.Drafter
     sampling: sampling_lib.Sampling
+    accept: acceptance.Rule
 
     def start(self, tokens, lengths, rules, capacity, max_new_tokens):
         return loop.start(
@@ -201,6 +222,7 @@ class _Program:
             rules,
             jnp.int32(steps),
             sampling=self.sampling,
+            accept=self.accept,
         )
 
     def state_bytes(
@@ -231,7 +253,7 @@ def _finish(program, state, rules, max_new_tokens, on_tokens):
 
 
 def _tell(state, told, on_tokens):
-    tokens, emitted = jax.device_get((state.tokens, state.emitted))
+    tokens, emitted = mesh_lib.fetch((state.tokens, state.emitted))
     for row, upto in enumerate(emitted.tolist()):
         if upto > told[row]:
             on_tokens(row, tokens[row, told[row] : upto].tolist())
@@ -240,7 +262,7 @@ def _tell(state, told, on_tokens):
 
 def _read(state: loop.LoopState, sizes: dict[str, int]) -> Generation:
     """Fetch what the loop wrote."""
-    state = jax.device_get(dataclasses.replace(state, cache=None, draft=None))
+    state = mesh_lib.fetch(dataclasses.replace(state, cache=None, draft=None))
     steps = int(state.steps)
     lengths = state.accept_lengths[:, :steps].tolist()
     tokens, emitted = state.tokens, state.emitted.tolist()
@@ -261,6 +283,23 @@ def _read(state: loop.LoopState, sizes: dict[str, int]) -> Generation:
         state_bytes=sizes,
         last_tree=trees,
     )
+
+
+def _key(seed, batch):
+    """Return the key of the batch, or one a row: that which the row has alone."""
+    if isinstance(seed, (int, np.integer)):
+        return jax.random.key(seed)
+    seeds = list(seed)
+    if len(seeds) != batch:
+        raise ValueError(
+            f"seed has {len(seeds)} entries; an int is allowed, or one for each of the "
+            f"{batch} prompts"
+        )
+    for one in seeds:
+        if not isinstance(one, (int, np.integer)) or not 0 <= one < 2**32:
+            raise ValueError(f"seed {one!r}: ints in [0, 2**32) are allowed")
+    first_row = lambda one: jax.random.fold_in(jax.random.key(one), 0)  # noqa: E731
+    return jax.vmap(first_row)(jnp.asarray(seeds, jnp.uint32))
 
 
 def _lifecycle(commit, **options):

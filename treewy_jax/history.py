@@ -13,6 +13,7 @@ over S and empties the history. ReplaySSM (vLLM RFC 47572) defers the write for 
 here the records of an accepted path of any tree are appended in its order.
 """
 
+import functools
 import typing
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ from pallas_kernels import implementations
 from pallas_kernels.commit import op as commit_op
 from pallas_kernels.history_append import op as append_op
 from pallas_kernels.history_verify import spec as specs
-from treewy_jax import pytree, wy
+from treewy_jax import pytree, sharding, wy
 from treewy_jax import tree as tree_lib
 from treewy_jax import verify as verify_lib
 
@@ -101,18 +102,23 @@ def append_layers(
     pasts = [
         append_op.Past(x.k, x.pseudo_values, x.log_decay, x.count) for x in histories
     ]
-    pasts = append_op.append_layers(
-        pasts,
-        nodes,
-        path,
-        count,
+    append = functools.partial(
+        append_op.append_layers,
         fold_above=fold_above,
         impl=append_op.IMPLEMENTATIONS.nearest(impl),
+    )
+    past = append_op.Past("B m Hk Dk", "B m Hv Dv", "B m Hv", "B")
+    pasts = sharding.run(
+        append,
+        (pasts, [tuple(each) for each in nodes], path, count),
+        ([past] * len(pasts), [tuple(past[:3])] * len(nodes), "B P", "B"),
+        [past] * len(pasts),
     )
     pairs = zip(histories, pasts, strict=True)
     return [History(history.state, *past) for history, past in pairs]
 
 
+@sharding.by_letters
 def fold(history: History, *, impl: str | None = None) -> Float[Array, "B Hv Dv Dk"]:
     """Return S_0, the state with the whole history in it."""
     batch, room = history.k.shape[:2]
@@ -128,6 +134,7 @@ def fold(history: History, *, impl: str | None = None) -> Float[Array, "B Hv Dv 
 
 
 # Wrong shapes are reported as ValueError, before a run-time type checker would.
+@sharding.by_letters
 @typing.no_type_check
 def verify(
     q: Float[Array, "B n Hk Dk"],

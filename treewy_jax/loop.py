@@ -5,6 +5,7 @@
 runs the prompts and emits the first token.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from treewy_jax import accept, drafters, pytree, slots
+from treewy_jax import accept as accept_lib
+from treewy_jax import acceptance, drafters, pytree, sharding, slots
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
 
@@ -39,7 +41,7 @@ class Target(Protocol):
         """Project hidden states to the vocabulary."""
         ...
 
-    def commit(self, cache: Any, records: Any, accepted: accept.Accepted) -> Any:
+    def commit(self, cache: Any, records: Any, accepted: accept_lib.Accepted) -> Any:
         """Return the cache after the accepted path."""
         ...
 
@@ -50,12 +52,12 @@ class Rules(NamedTuple):
     Attributes:
         budget: tokens each row may emit, the first one included.
         eos: ids that end a row.
-        key: randomness of the whole request.
+        key: randomness of the whole batch, or a key for each row.
     """
 
     budget: Int[Array, " B"]
     eos: Int[Array, " E"]
-    key: PRNGKeyArray
+    key: PRNGKeyArray | Key[Array, " B"]
 
 
 @pytree.dataclass
@@ -75,6 +77,7 @@ class LoopState:
         steps: steps taken, the same for all rows.
         tree: the tree verified last.
         accepted: what was accepted of it.
+        seen: tokens of prompt and text, kept with a penalty only.
     """
 
     cache: Any
@@ -88,7 +91,8 @@ class LoopState:
     accept_lengths: Int[Array, "B M"]
     steps: Int[Array, ""]
     tree: tree_lib.DraftTree
-    accepted: accept.Accepted
+    accepted: accept_lib.Accepted
+    seen: Bool[Array, "B V"] | None = None
 
 
 def step(
@@ -97,13 +101,17 @@ def step(
     state: LoopState,
     rules: Rules,
     sampling: sampling_lib.Sampling,
+    accept: str | acceptance.Rule = "match",
 ) -> LoopState:
     """Draft a tree, verify it in one pass, accept a path, commit it."""
-    tree, draft = drafter.propose(state.draft, state.root, state.base)
+    tree, log_probs, draft = _propose(drafter, state, rules, sampling)
     hidden, records = target.verify(state.cache, tree)
-    accepted = accept.sample_and_match(
-        target.logits(hidden), tree, rules.key, state.base, sampling
-    )
+    logits = target.logits(hidden)
+    if state.seen is not None:
+        seen = sampling_lib.seen_on_paths(state.seen, tree.tokens, tree.ancestors())
+        logits = sampling_lib.penalise(logits, seen, sampling)
+    offer = acceptance.Offer(logits, tree, log_probs, rules.key, state.base, sampling)
+    accepted = _decide(offer, acceptance.by_name(accept))
     accepted, ends, cut = _stop(accepted, tree, state, rules)
     new, count = accepted.emitted(tree.tokens), accepted.count
     return LoopState(
@@ -119,11 +127,12 @@ def step(
         steps=state.steps + 1,
         tree=tree,
         accepted=accepted,
+        seen=_see(state.seen, new, count),
     )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("build", "sampling"), donate_argnames="state"
+    jax.jit, static_argnames=("build", "sampling", "accept"), donate_argnames="state"
 )
 def run(
     build: Callable[[Any], Target],
@@ -134,6 +143,7 @@ def run(
     steps: Int[Array, ""],
     *,
     sampling: sampling_lib.Sampling,
+    accept: str | acceptance.Rule = "match",
 ) -> LoopState:
     """Take up to `steps` steps, fewer when every row is done.
 
@@ -147,9 +157,10 @@ def run(
     def unfinished(state):
         return (state.steps < last) & ~jnp.all(state.done)
 
-    return lax.while_loop(
-        unfinished, lambda state: step(target, bound, state, rules, sampling), state
-    )
+    def advance(state):
+        return step(target, bound, state, rules, sampling, accept)
+
+    return _settle(lax.while_loop(unfinished, advance, state))
 
 
 @functools.partial(
@@ -176,12 +187,17 @@ def start(
     hidden, cache = target.prefill(tokens, lengths, capacity)
     last = lengths[:, None] - 1
     newest = jnp.take_along_axis(hidden, last[..., None], axis=1)
-    root = sampling_lib.draw(target.logits(newest), rules.key, last, sampling)[:, 0]
+    logits, seen = target.logits(newest), None
+    if sampling.penalised:
+        seen = jnp.zeros((tokens.shape[0], logits.shape[-1]), bool)
+        seen = _see(seen, tokens, lengths)
+        logits = sampling_lib.penalise(logits, seen[:, None], sampling)
+    root = sampling_lib.draw(logits, rules.key, last, sampling)[:, 0]
     draft = bound.start(tokens, lengths, hidden, root, capacity)
     tree = _no_tree(bound, draft, root, lengths)
     zero = jnp.zeros_like(lengths)
     room = jnp.zeros((tokens.shape[0], max_new_tokens), jnp.int32)
-    return LoopState(
+    state = LoopState(
         cache=cache,
         draft=draft,
         root=root,
@@ -193,8 +209,48 @@ def start(
         accept_lengths=room,
         steps=jnp.int32(0),
         tree=tree,
-        accepted=accept.nothing(tree),
+        accepted=accept_lib.nothing(tree),
+        seen=_see(seen, root[:, None], zero + 1),
     )
+    return _settle(state)
+
+
+def _settle(state: LoopState) -> LoopState:
+    """Leave the state where it always lies on a mesh, so that `run` compiles once.
+
+    The cache is the target's, which sees to it.
+    """
+    rest = sharding.constrain(dataclasses.replace(state, cache=None))
+    return dataclasses.replace(rest, cache=state.cache)
+
+
+def _propose(drafter, state, rules, sampling):
+    """Return a tree, the log-probabilities it was drawn from, and the new state."""
+    given = state.draft, state.root, state.base
+    if not getattr(drafter, "sampled", False):
+        tree, draft = drafter.propose(*given)
+        return tree, None, draft
+    draws = sampling_lib.Draws.at(rules.key, state.base, sampling, state.seen)
+    return drafter.propose_sampled(*given, draws)
+
+
+def _decide(offer: acceptance.Offer, rule: acceptance.Rule) -> accept_lib.Accepted:
+    """Apply the rule; below the root alone there is nothing to reject."""
+    if offer.tree.depth_max == 0:
+        rule = acceptance.RULES["match"]
+    if rule.needs_draft and offer.log_probs is None:
+        raise ValueError(
+            f"accept {rule.name!r}: the drafter hands out no log-probabilities; "
+            "allowed are match and greedy"
+        )
+    return rule.decide(offer)
+
+
+def _see(seen, tokens, count):
+    """Add the first `count` tokens of each row to `seen`, where that is kept."""
+    if seen is None:
+        return None
+    return sampling_lib.see(seen, tokens, jnp.arange(tokens.shape[1]) < count[:, None])
 
 
 def _stop(accepted, tree, state, rules):

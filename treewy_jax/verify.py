@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import implementations
 from pallas_kernels.commit import op as commit
 from pallas_kernels.tree_verify import spec as specs
+from treewy_jax import sharding, wy
 from treewy_jax import tree as tree_lib
 from treewy_jax import typing as dtypes
-from treewy_jax import wy
 
 # In order of preference.
 IMPLEMENTATIONS = implementations.Implementations(
@@ -65,6 +65,7 @@ jax.tree_util.register_dataclass(
 
 
 # Wrong shapes are reported here as ValueError, before a run-time type checker would.
+@sharding.by_letters
 @typing.no_type_check
 def verify(
     q: Float[Array, "B n Hk Dk"],
@@ -151,6 +152,7 @@ def zero_padding(x, tree):
     return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0)
 
 
+@sharding.by_letters
 @typing.no_type_check
 def reconstruct(
     state: Float[Array, "B Hv Dv Dk"],

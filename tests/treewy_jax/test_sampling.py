@@ -174,6 +174,9 @@ def test_siblings_share_their_noise():
         (dict(top_p=0.0), r"top_p=0\.0: must lie in \(0, 1\]"),
         (dict(top_p=1.5), r"top_p=1\.5"),
         (dict(top_p=float("nan")), "top_p=nan"),
+        (dict(min_p=1.5), r"min_p=1\.5: must lie in \[0, 1\]"),
+        (dict(repetition_penalty=0.0), r"repetition_penalty=0\.0: must be above 0"),
+        (dict(presence_penalty=float("inf")), "presence_penalty=inf: must be finite"),
     ],
 )
 def test_wrong_settings_are_named(options, words):

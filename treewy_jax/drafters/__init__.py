@@ -14,4 +14,5 @@ from treewy_jax.drafters.nothing import NoDrafter as NoDrafter
 from treewy_jax.drafters.protocol import BoundDrafter as BoundDrafter
 from treewy_jax.drafters.protocol import Drafter as Drafter
 from treewy_jax.drafters.protocol import DraftHead as DraftHead
+from treewy_jax.drafters.protocol import SampledDrafter as SampledDrafter
 from treewy_jax.drafters.scripted import ScriptedDrafter as ScriptedDrafter

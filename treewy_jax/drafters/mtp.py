@@ -3,8 +3,10 @@
 Level d+1 holds the top tokens of every level-d node that has children. A node at depth
 d >= 1 runs the head on (its token, the head's output at its parent), one position
 further than its parent, over the head's KV of the text and of the node's ancestors.
-Leaves are not run. After acceptance the head is rerun over the accepted tokens with the
-target's hidden states, which overwrites what drafting only guessed.
+Leaves are not run. A sampled tree draws the children of a node without replacement in
+place of the best ones, by Gumbel top-k: Kool et al. (2019), arXiv:1903.06059, with the
+settings of the request. After acceptance the head is rerun over the accepted tokens
+with the target's hidden states, which overwrites what drafting only guessed.
 """
 
 import dataclasses
@@ -12,10 +14,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from treewy_jax import accept, pytree, slots
+from treewy_jax import accept, pytree, sharding, slots
+from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
 from treewy_jax.drafters import protocol
 
@@ -49,6 +51,7 @@ class MTPDrafter:
         ancestors: ancestor-or-self.
         levels: for each depth, the nodes there that have children, padded with n.
         rank_max: static; tokens looked at a node.
+        sampled: static; draw the children in place of taking the best.
     """
 
     parent: Int[Array, " n"]
@@ -57,6 +60,7 @@ class MTPDrafter:
     ancestors: Bool[Array, "n n"]
     levels: tuple[Int[Array, " m"], ...]
     rank_max: int = pytree.static()
+    sampled: bool = pytree.static(default=False)
 
     @classmethod
     def from_tree(
@@ -64,6 +68,8 @@ class MTPDrafter:
         tree: tree_lib.DraftTree,
         level_sizes: tuple[int, ...] | None = None,
         rank_max: int | None = None,
+        *,
+        sampled: bool = False,
     ) -> "MTPDrafter":
         """Take the topology of `tree` (row 0, concrete values).
 
@@ -98,6 +104,7 @@ class MTPDrafter:
                 for level, m in zip(found, sizes, strict=True)
             ),
             rank_max=rank_max,
+            sampled=sampled,
         )
 
     @property
@@ -125,6 +132,11 @@ class BoundMTPDrafter:
     def bind(self, target):
         return self
 
+    @property
+    def sampled(self) -> bool:
+        """Are children drawn?"""
+        return self.plan.sampled
+
     def start(self, tokens, lengths, hidden, next_token, capacity) -> MTPState:
         """Run the head over the prompt's pairs (x_{t+1}, h_t), t < length."""
         batch, length = tokens.shape
@@ -142,26 +154,40 @@ class BoundMTPDrafter:
 
     def propose(self, state: MTPState, root, base):
         """Expand the topology breadth-first into preorder slots."""
+        tree, _, state = self._expand(state, root, base, None)
+        return tree, state
+
+    def propose_sampled(self, state: MTPState, root, base, draws: sampling_lib.Draws):
+        """The same with drawn children, and what they were drawn from."""
+        return self._expand(state, root, base, draws)
+
+    def _expand(self, state, root, base, draws):
         plan, batch = self.plan, root.shape[0]
         n = plan.parent.shape[0]
         tokens = jnp.zeros((batch, n), jnp.int32).at[:, 0].set(root)
         outputs = jnp.zeros((batch, n, state.seed.shape[-1]), state.seed.dtype)
         outputs = outputs.at[:, 0].set(state.seed)
-        seen, kv = jnp.zeros(0, jnp.int32), None
+        seen, kv, log_probs = jnp.zeros(0, jnp.int32), None, None
         for depth, level in enumerate(plan.levels):
             m = outputs[:, level]
             if depth > 0:
                 seen = jnp.concatenate([seen, level])
                 m, kv = self._run(state, level, seen, depth, tokens, outputs, base, kv)
                 outputs = outputs.at[:, level].set(m, mode="drop")
-            tokens = self._choose_children(tokens, level, self.head.logits(m))
+            scores = self.head.logits(m)
+            if draws is not None:
+                scores, drawn_from = self._perturb(scores, tokens, level, draws)
+                if log_probs is None:
+                    log_probs = jnp.zeros((batch, n, scores.shape[-1]))
+                log_probs = log_probs.at[:, level].set(drawn_from, mode="drop")
+            tokens = self._choose_children(tokens, level, scores)
         tree = tree_lib.DraftTree(
             tokens=tokens,
             parent=plan.parent,
             size=jnp.broadcast_to(plan.size, (batch,)),
             depth_max=plan.depth_max,
         )
-        return tree, state._replace(tokens=tokens)
+        return tree, log_probs, state._replace(tokens=tokens)
 
     def update(self, state: MTPState, accepted: accept.Accepted, hidden) -> MTPState:
         """Rerun the head over the accepted pairs with the target's hidden states."""
@@ -198,10 +224,27 @@ class BoundMTPDrafter:
             kv,
         )
 
+    def _perturb(self, logits, tokens, level, draws):
+        """Return scores whose best are drawn in turn, and the log-probabilities.
+
+        Tokens that cannot be drawn follow all others, the better ones first.
+        """
+        if draws.seen is not None:
+            ancestors = self.plan.ancestors[level][None]
+            seen = sampling_lib.seen_on_paths(draws.seen, tokens, ancestors)
+            logits = sampling_lib.penalise(logits, seen, draws.sampling)
+        log_probs = sampling_lib.log_probabilities(logits, draws.sampling)
+        noise = draws.gumbel(sampling_lib.DRAFT, level, logits.shape[-1])
+        logits = logits.astype(jnp.float32)
+        below_best = logits - jnp.max(logits, axis=-1, keepdims=True)
+        others = jnp.clip(below_best, -1e3) - 1e3
+        possible = jnp.exp(log_probs) > 0
+        return jnp.where(possible, log_probs + noise, others), log_probs
+
     def _choose_children(self, tokens, level, logits):
         """Give the children of `level`'s nodes the best tokens by their rank."""
         plan = self.plan
-        best = lax.top_k(logits, plan.rank_max)[1].astype(jnp.int32)
+        best = sharding.top_k(logits, plan.rank_max)[1].astype(jnp.int32)
         is_parent = (plan.parent[:, None] == level) & (plan.parent >= 0)[:, None]
         row = jnp.argmax(is_parent, axis=1)
         chosen = best[:, row, plan.rank]

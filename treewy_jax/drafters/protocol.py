@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Array, Bool, Float, Int
 
 from treewy_jax import accept
+from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
 
 
@@ -55,6 +56,32 @@ class BoundDrafter(Protocol):
         self, state: Any, accepted: accept.Accepted, hidden: Float[Array, "B n H"]
     ) -> Any:
         """Take in what the target accepted; `hidden` are the target's, node by node."""
+        ...
+
+
+@runtime_checkable
+class SampledDrafter(BoundDrafter, Protocol):
+    """A drafter that can draw its tree, and says from which distribution.
+
+    Attributes:
+        sampled: the loop calls `propose_sampled` in place of `propose`. The unbound
+            drafter has it too.
+    """
+
+    sampled: bool
+
+    def propose_sampled(
+        self,
+        state: Any,
+        root: Int[Array, " B"],
+        base: Int[Array, " B"],
+        draws: sampling_lib.Draws,
+    ) -> tuple[tree_lib.DraftTree, Float[Array, "B n V"], Any]:
+        """Draft a tree whose nodes' children are drawn without replacement.
+
+        Also returns the log-probabilities (normalised, float32) that each node's first
+        child was drawn from; those of leaves are not read.
+        """
         ...
 
 
