@@ -1,5 +1,6 @@
-"""Models that decode through `treewy_jax`; `load` is the way in."""
+"""Models that decode through `treewy_jax`: loaded by `load`, or of random weights."""
 
 from models.checkpoints import load
+from models.qwen3_5.random_weights import random
 
-__all__ = ["load"]
+__all__ = ["load", "random"]

@@ -24,6 +24,7 @@ from models.qwen3_5 import model as model_lib
 from models.qwen3_5 import published
 from models.qwen3_5 import target as target_lib
 from treewy_jax import commit
+from treewy_jax import mesh as mesh_lib
 
 SHIPPED = ("tiny",)
 INDEX = "model.safetensors.index.json"
@@ -45,6 +46,7 @@ class Model:
         params: nnx state; `nnx.merge(graphdef, params)` is the module.
         tokenizer: None where the folder has no tokenizer.json.
         name: the name or path it was loaded by.
+        mesh: the devices that the weights are spread over; None: one device.
     """
 
     config: config_lib.Qwen3_5Config
@@ -52,6 +54,7 @@ class Model:
     graphdef: Any
     tokenizer: tokenizers.Tokenizer | None
     name: str
+    mesh: jax.sharding.Mesh | None = None
 
     def builder(self, lifecycle: commit.Lifecycle) -> target_lib.Builder:
         """Return the function from `params` to the target that the loop compiles."""
@@ -59,7 +62,10 @@ class Model:
 
 
 def load(
-    path_or_name: str | os.PathLike, dtype: Any = None, progress: bool = False
+    path_or_name: str | os.PathLike,
+    dtype: Any = None,
+    progress: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Model:
     """Load the model that ships ("tiny") or a folder of Qwen3.5.
 
@@ -69,6 +75,8 @@ def load(
         dtype: of the weights in memory, None for the stored one; decay parameters
             and the gated norm are float32 in any case.
         progress: show a bar on stderr.
+        mesh: devices to spread the weights over (treewy_jax.mesh), with all of its
+            axes; None: one device.
 
     Raises:
         ValueError: unknown name, incomplete folder, damaged file, or tensors that do
@@ -78,13 +86,14 @@ def load(
     from models.qwen3_5 import weights  # it reads and writes through this module
 
     dtype = memory_dtype(dtype)
-    folder = _resolve(path_or_name)
+    mesh = None if mesh is None else mesh_lib.normal(mesh)
+    folder = resolve(path_or_name)
     config = read_config(folder)
     tokenizer = _read_tokenizer(folder)
     with _open_any(folder) as reader:
         graphdef, state = _abstract(config, dtype or weights.stored_dtype(reader))
-        params = weights.load_weights(state, reader, config, dtype, progress)
-    return Model(config, params, graphdef, tokenizer, os.fspath(path_or_name))
+        params = weights.load_weights(state, reader, config, dtype, progress, mesh)
+    return Model(config, params, graphdef, tokenizer, os.fspath(path_or_name), mesh)
 
 
 @functools.cache
@@ -113,7 +122,7 @@ def memory_dtype(dtype: Any) -> np.dtype | None:
     return jnp.dtype(name)
 
 
-def _resolve(path_or_name: str | os.PathLike) -> pathlib.Path:
+def resolve(path_or_name: str | os.PathLike) -> pathlib.Path:
     """Return the checkpoint folder behind a shipped name or a path."""
     name = os.fspath(path_or_name)
     allowed = f"expected {' or '.join(SHIPPED)}, or a folder with config.json"

@@ -2,6 +2,7 @@
 
     python scripts/compile_check.py
     python scripts/compile_check.py --targets H200 v5e:2x2 --json result.json
+    python scripts/compile_check.py --model qwen3.5-397b-a17b --target B200x8
 
 What is compiled are the cases of scripts/workloads that are tagged "compile": Pallas
 Triton for a GPU, Pallas TPU for a TPU. Exit status: 0; 1 where a kernel does not
@@ -9,6 +10,12 @@ compile, exceeds the device's shared memory or spills more than
 scripts/compiling/kernels.py allows; 2 for a wrong argument or a missing compiler, with
 one line on stderr. `make compile-check` installs the compilers, `make
 compile-check-next` those of the next JAX. Numbers and speed are not checked.
+
+With --model it is the decode step `treewy_jax.loop.step` of a published size, with its
+state donated, spread over the devices of --target. Printed are the bytes of a device by
+part, store-all's beside those of the lifecycles asked for, and whether a weight, state
+or KV is copied whole. Exit status 1 then says that a lifecycle asked for does not
+compile, needs more memory than the device has, or copies one of those.
 """
 
 import concurrent.futures
@@ -20,13 +27,17 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from scripts import reporting
 from scripts.benching import command
-from scripts.compiling import kernels, report, targets
+from scripts.compiling import kernels, model_options, report, targets
 from scripts.workloads import all as workloads
 from scripts.workloads import base
+
+ALL_KERNELS = tuple(workloads.MODULES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,18 +46,25 @@ class Options:
 
     targets: tuple[str, ...] = targets.DEFAULT
     """H200, B200, or TPU topologies such as v5e:2x2."""
-    kernels: tuple[str, ...] = tuple(workloads.MODULES)
+    kernels: tuple[str, ...] = ALL_KERNELS
     """Ops to compile; by default all that have workloads."""
     workers: int = 2
-    """Targets that are compiled for at the same time."""
+    """Targets that are compiled for at the same time, or lifecycles of a model."""
     json: pathlib.Path | None = None
     """Write the figures to this file."""
+    model: str | None = None
+    """Compile the decode step of this published size instead."""
+    step: Annotated[model_options.Options, tyro.conf.arg(name="")] = (
+        model_options.Options()
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     try:
         chosen = command.parse(Options, "compile_check.py", arguments)
+        if chosen.model is not None:
+            return check_model(chosen)
         asked = check_options(chosen)
     except (ValueError, OSError) as error:
         return command.refuse("compile_check.py", error)
@@ -59,11 +77,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row.problems for row in rows))
 
 
+def check_model(chosen: Options) -> int:
+    """Compile the decode step of a model; returns the exit status.
+
+    Raises ValueError for wrong options.
+    """
+    from scripts.compiling import model_check  # imports models; kernels need none
+
+    for name, usual in (("targets", targets.DEFAULT), ("kernels", ALL_KERNELS)):
+        if getattr(chosen, name) != usual:
+            raise ValueError(f"{name}: not allowed with --model")
+    check_run(chosen)
+    cases = model_check.cases(chosen.model, chosen.step)
+    results = model_check.compile_all(cases, chosen.workers, in_fresh_process)
+    console = command.console()
+    console.print(model_check.table(results))
+    for line in model_check.lines(results):
+        console.print(line, markup=False)
+    if chosen.json is not None:
+        model_check.write(chosen.json, cases, results)
+    return int(model_check.failed(results, chosen.step.commit))
+
+
+def check_run(chosen: Options) -> None:
+    """Raise ValueError for too few workers, and a file that cannot be written."""
+    if chosen.workers < 1:
+        raise ValueError(f"workers is {chosen.workers}; 1 or more are allowed")
+    if chosen.json is not None and chosen.json.is_dir():
+        raise ValueError(f"json is {chosen.json}, a folder; a file is allowed")
+
+
 def check_options(chosen: Options) -> list[targets.Target]:
     """Return the targets of the options.
 
     Raises ValueError for an unknown target or kernel, and for a missing compiler.
     """
+    for field in dataclasses.fields(chosen.step):
+        value = getattr(chosen.step, field.name)
+        if value != field.default:
+            option = field.name.replace("_", "-")
+            raise ValueError(f"--{option} is {value}; allowed with --model only")
     asked = [targets.parse(name) for name in chosen.targets]
     for given, name in ((asked, "targets"), (chosen.kernels, "kernels")):
         if not given:
@@ -72,10 +125,7 @@ def check_options(chosen: Options) -> list[targets.Target]:
         if name not in workloads.MODULES:
             allowed = ", ".join(workloads.MODULES)
             raise ValueError(f"kernels names {name!r}; allowed: {allowed}")
-    if chosen.workers < 1:
-        raise ValueError(f"workers is {chosen.workers}; 1 or more are allowed")
-    if chosen.json is not None and chosen.json.is_dir():
-        raise ValueError(f"json is {chosen.json}, a folder; a file is allowed")
+    check_run(chosen)
     absent = dict.fromkeys(name for t in asked for name in targets.missing(t))
     if absent:
         raise ValueError(

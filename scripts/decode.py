@@ -76,6 +76,7 @@ def timed(
         commit=asked.lifecycle,
         max_new_tokens=chosen.max_new_tokens,
         sampling=asked.sampling,
+        accept=chosen.accept,
         seed=chosen.seed,
         on_tokens=on_tokens,
     )

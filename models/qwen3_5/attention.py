@@ -73,14 +73,14 @@ class GatedAttention(nnx.Module):
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"]
     ) -> tuple[Array, Array, Array, Array]:
         """Return rotated q, its gate, rotated k, and v, all by head."""
-        dim, kv = self.config.head_dim, self.config.num_key_value_heads
-        rows = x.shape[:2]
+        # Key heads are counted by the weights: a mesh may have some of them twice.
+        dim, rows = self.config.head_dim, x.shape[:2]
         q_and_gate = self.q_proj(x).reshape(*rows, -1, 2 * dim)
         q, gate = jnp.split(q_and_gate, 2, axis=-1)
-        k = self.k_norm(self.k_proj(x).reshape(*rows, kv, dim))
+        k = self.k_norm(self.k_proj(x).reshape(*rows, -1, dim))
         table = layers.rotary_table(positions, self.config)
         q, k = layers.rotate(self.q_norm(q), table), layers.rotate(k, table)
-        return q, gate, k, self.v_proj(x).reshape(*rows, kv, dim)
+        return q, gate, k, self.v_proj(x).reshape(*rows, -1, dim)
 
     def output(
         self, mixed: Float[Array, "B T heads D"], gate: Float[Array, "B T heads D"]

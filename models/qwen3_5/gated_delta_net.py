@@ -7,10 +7,13 @@ For token t with input x (qwen35.md 1.1 of the design; Yang et al., arXiv 2412.0
     output = (norm_weight * rms(o)) * silu(x W_z), projected back
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from models.qwen3_5 import config as config_lib
@@ -18,10 +21,37 @@ from models.qwen3_5 import layers
 from pallas_kernels.chunk_prefill import op as chunk_prefill
 from pallas_kernels.decode import op as decode
 from pallas_kernels.gdn_front import op as gdn_front
-from treewy_jax import commit, conv
+from treewy_jax import commit, conv, sharding
 from treewy_jax import tree as tree_lib
 
 L2_EPS = 1e-6
+
+_chunk_prefill = sharding.by_letters(chunk_prefill.chunk_prefill)
+_decode = sharding.by_letters(
+    decode.decode,
+    letters={
+        "q": "B Hk Dk",
+        "k": "B Hk Dk",
+        "v": "B Hv Dv",
+        "log_decay": "B Hv",
+        "beta": "B Hv",
+        "state": "B Hv Dv Dk",
+    },
+)
+_gdn_front = sharding.by_letters(
+    gdn_front.gdn_front,
+    letters={
+        "rows": "B n C",
+        "window": "B W1 C",
+        "taps": "C W",
+        "a": "B n Hv",
+        "b": "B n Hv",
+        "A_log": "Hv",
+        "dt_bias": "Hv",
+        "windows": "B n W",
+    },
+    sizes={"key_heads": "Hk"},
+)
 
 
 class ConvWeight(nnx.Module):
@@ -80,11 +110,17 @@ class GatedDeltaNet(nnx.Module):
         """
         rows = self.in_proj_qkv(x)
         window = conv.empty_window(rows, self.conv1d.weight.shape[-1])
-        q, k, v = self._heads(conv.causal(rows, window, self.conv1d.weight[...]))
+        q, k, v = _split_heads(
+            conv.causal(rows, window, self.conv1d.weight[...]),
+            key_heads=self.config.linear_num_key_heads,
+            key_dim=self.config.linear_key_head_dim,
+            value_dim=self.config.linear_value_head_dim,
+            dtype=self.in_proj_qkv.kernel.dtype,
+        )
         valid = jnp.arange(x.shape[1])[None] < lengths[:, None]
         log_decay, beta = self._gates(x, valid)
         state = jnp.zeros(self._state_shape(x.shape[0]), log_decay.dtype)
-        output, state = chunk_prefill.chunk_prefill(q, k, v, log_decay, beta, state)
+        output, state = _chunk_prefill(q, k, v, log_decay, beta, state)
         window = conv.window_at(rows, window, lengths)
         return self._output(output, x), (window, state)
 
@@ -101,7 +137,7 @@ class GatedDeltaNet(nnx.Module):
         newest = jnp.broadcast_to(jnp.arange(width), (x.shape[0], 1, width))
         inputs = self._front(x, rows, window, newest)
         q, k, v, log_decay, beta = (row[:, 0] for row in inputs)
-        output, after = decode.decode(q, k, v, log_decay, beta, state)
+        output, after = _decode(q, k, v, log_decay, beta, state)
         window = conv.window_at(rows, window, jnp.ones(x.shape[0], jnp.int32))
         return self._output(output[:, None], x)[:, 0], (window, after)
 
@@ -133,7 +169,7 @@ class GatedDeltaNet(nnx.Module):
     ) -> commit.Inputs:
         """Conv along `windows`, heads and gates of every node, in one launch."""
         return commit.Inputs(
-            *gdn_front.gdn_front(
+            *_gdn_front(
                 rows,
                 window,
                 self.conv1d.weight[...],
@@ -146,22 +182,6 @@ class GatedDeltaNet(nnx.Module):
                 key_dim=self.config.linear_key_head_dim,
             )
         )
-
-    def _heads(self, mixed: Float[Array, "B T C"]) -> tuple[Array, Array, Array]:
-        """Split conv outputs into q, k (normalised, q scaled) and v, after silu."""
-        cfg = self.config
-        mixed = jax.nn.silu(mixed)
-        q, k, v = jnp.split(mixed, [cfg.key_dim, 2 * cfg.key_dim], axis=-1)
-        keys = (*mixed.shape[:2], cfg.linear_num_key_heads, cfg.linear_key_head_dim)
-        values = (
-            *mixed.shape[:2],
-            cfg.linear_num_value_heads,
-            cfg.linear_value_head_dim,
-        )
-        dtype = self.in_proj_qkv.kernel.dtype
-        q = l2_normalize(q.reshape(keys)) * cfg.linear_key_head_dim**-0.5
-        k = l2_normalize(k.reshape(keys))
-        return q.astype(dtype), k.astype(dtype), v.reshape(values).astype(dtype)
 
     def _gates(
         self, x: Float[Array, "B T H"], valid: Bool[Array, "B T"] | None = None
@@ -191,6 +211,29 @@ class GatedDeltaNet(nnx.Module):
             cfg.linear_value_head_dim,
             cfg.linear_key_head_dim,
         )
+
+
+@functools.partial(sharding.by_letters, sizes={"key_heads": "Hk"})
+def _split_heads(
+    mixed: Float[Array, "B T C"],
+    *,
+    key_heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: DTypeLike,
+) -> tuple[
+    Float[Array, "B T Hk Dk"], Float[Array, "B T Hk Dk"], Float[Array, "B T Hv Dv"]
+]:
+    """Split conv outputs into q, k (normalised, q scaled) and v, after silu."""
+    columns = key_heads * key_dim
+    parts = jnp.split(jax.nn.silu(mixed), [columns, 2 * columns], axis=-1)
+    widths = (key_dim, key_dim, value_dim)
+    q, k, v = (
+        part.reshape(*part.shape[:2], -1, width)
+        for part, width in zip(parts, widths, strict=True)
+    )
+    q, k = l2_normalize(q) * key_dim**-0.5, l2_normalize(k)
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype)
 
 
 def l2_normalize(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:

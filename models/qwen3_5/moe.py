@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import layers
+from models.qwen3_5 import sharding as table
 from pallas_kernels.grouped_matmul import op as grouped_matmul
+from treewy_jax import sharding
 
 
 class Experts(nnx.Module):
@@ -42,10 +44,36 @@ class MoE(nnx.Module):
         self.top_k = config.num_experts_per_tok
 
     def __call__(self, x: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
+        if sharding.active() is None:
+            return self._mix(x)
+        graphdef, params = nnx.split(self)
+        leaves, structure = jax.tree.flatten(params)
+        letters = (table.letters(params), "B T H")
+        axes = sharding.split(sharding.sizes_of((leaves, x), letters))
+
+        def on_part(leaves, x):
+            part = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+            return part._mix(x, axes["E"], axes["I"])
+
+        return sharding.run(on_part, (leaves, x), letters, "B T H", axes)
+
+    def _mix(
+        self,
+        x: Float[Array, "B T H"],
+        over: tuple[str, ...] = (),
+        inner_over: tuple[str, ...] = (),
+    ) -> Float[Array, "B T H"]:
+        """Run all rows through the experts that are here, and join the parts.
+
+        Experts are spread over the mesh axes `over`, and the intermediate of the shared
+        one over `inner_over`.
+        """
         rows = x.reshape(-1, x.shape[-1])
         scores = jax.nn.softmax(self.gate(rows).astype(jnp.float32), axis=-1)
         weights, experts = lax.top_k(scores, self.top_k)
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        if over:
+            experts, weights = self._own(experts, weights, over)
         routed = grouped_matmul.swiglu_experts(
             rows,
             self.experts.gate_up_proj[...],
@@ -56,4 +84,25 @@ class MoE(nnx.Module):
         shared = jax.nn.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(
             rows
         )
-        return (routed + shared).reshape(x.shape)
+        if over == inner_over:
+            mixed = sharding.total(routed + shared, over)
+        else:
+            mixed = sharding.total(routed, over) + sharding.total(shared, inner_over)
+        return mixed.reshape(x.shape)
+
+    def _own(
+        self,
+        experts: Int[Array, "T K"],
+        weights: Float[Array, "T K"],
+        over: tuple[str, ...],
+    ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+        """Number the experts of this device from 0; those elsewhere weigh nothing.
+
+        A choice of another device's expert names one that is read here in any case.
+        """
+        count = self.experts.down_proj.shape[0]
+        local = experts - count * lax.axis_index(over)
+        mine = (local >= 0) & (local < count)
+        some = local.reshape(-1)[jnp.argmax(mine)]
+        spare = jnp.where(jnp.any(mine), some, 0)
+        return jnp.where(mine, local, spare), jnp.where(mine, weights, 0)

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from models.qwen3_5 import model as model_lib
+from models.qwen3_5 import sharding
 from treewy_jax import accept, commit
 from treewy_jax import cache as cache_lib
 from treewy_jax import tree as tree_lib
@@ -45,7 +46,7 @@ class Qwen3_5Target:
             *jax.tree.map(lambda x: jnp.pad(x, spare), attended), strict=True
         )
         cache = cache_lib.HybridCache(tuple(states), windows, key, value, lengths)
-        return hidden, cache
+        return hidden, sharding.constrain_cache(cache, self.module.config)
 
     def verify(
         self, cache: cache_lib.HybridCache, tree: tree_lib.DraftTree
@@ -73,7 +74,8 @@ class Qwen3_5Target:
         accepted: accept.Accepted,
     ) -> cache_lib.HybridCache:
         """Advance the cache along the accepted path."""
-        return cache_lib.commit(cache, records, accepted, self.lifecycle)
+        cache = cache_lib.commit(cache, records, accepted, self.lifecycle)
+        return sharding.constrain_cache(cache, self.module.config)
 
     @property
     def draft_head(self) -> "DraftHead":

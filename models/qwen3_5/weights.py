@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from rich import progress as rich_progress
 
 from models import checkpoints
 from models.qwen3_5 import config as config_lib
+from models.qwen3_5 import sharding
 
 PREFIXES = {"published": "model.language_model.", "flat": "model."}
 SKIPPED = "model.visual."
@@ -31,7 +32,7 @@ KEEP_FLOAT32 = ("A_log", "dt_bias", "linear_attn.norm.weight")
 STORE_FLOAT32 = ("A_log", "linear_attn.norm.weight")
 SHOWN = 20
 
-Path = tuple[Any, ...]
+Path = sharding.Path
 Array = Shaped[np.ndarray, "..."]
 
 
@@ -93,13 +94,7 @@ def _slot(path: Path, shape: tuple[int, ...]) -> Slot:
 def _flatten(state: Any) -> tuple[list[tuple[Path, Any]], Any]:
     """Return (path, leaf) pairs and the tree structure of an nnx state or dict."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    return [(_path(keys), leaf) for keys, leaf in leaves], structure
-
-
-def _path(keys: Sequence[Any]) -> Path:
-    if isinstance(keys[-1], jax.tree_util.GetAttrKey):  # the value of an nnx variable
-        keys = keys[:-1]
-    return tuple(getattr(key, "key", getattr(key, "idx", None)) for key in keys)
+    return [(sharding.path_of(keys), leaf) for keys, leaf in leaves], structure
 
 
 def load_weights(
@@ -108,6 +103,7 @@ def load_weights(
     config: config_lib.Qwen3_5Config,
     dtype: Any = None,
     progress: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Any:
     """Return `abstract_state` filled with the tensors of `reader`, read one by one.
 
@@ -120,6 +116,7 @@ def load_weights(
         dtype: of all weights in memory but the float32 ones (`KEEP_FLOAT32`);
             None keeps what is stored.
         progress: show a bar on stderr.
+        mesh: where the parameters are spread (models.qwen3_5.sharding); None: nowhere.
 
     Raises:
         ValueError: names every missing, unexpected or misshapen tensor.
@@ -132,8 +129,13 @@ def load_weights(
     leaves, structure = _flatten(abstract_state)
     with _bar(sum(len(source.tensors) for source in sources), progress) as advance:
         filled = [
-            _read_leaf(source, tuple(leaf.shape), reader, dtype, advance)
-            for source, (_, leaf) in zip(sources, leaves, strict=True)
+            _place(
+                path,
+                _read_leaf(source, tuple(leaf.shape), reader, dtype, advance),
+                config,
+                mesh,
+            )
+            for source, (path, leaf) in zip(sources, leaves, strict=True)
         ]
     return jax.tree.unflatten(structure, filled)
 
@@ -263,7 +265,7 @@ def _read_leaf(
     reader: checkpoints.Reader,
     dtype: np.dtype | None,
     advance: Callable[[], None],
-) -> jax.Array:
+) -> Array:
     """Read one parameter into one array of its final dtype."""
     if source.slot.key.endswith(KEEP_FLOAT32):
         dtype = jnp.dtype(jnp.float32)
@@ -277,7 +279,13 @@ def _read_leaf(
 
     out = np.empty(shape, dtype)
     source.fill(out, tensors())
-    return jnp.asarray(out)
+    return out
+
+
+def _place(path, array, config, mesh) -> jax.Array:
+    if mesh is None:
+        return jnp.asarray(array)
+    return sharding.place(path, array, config, mesh)
 
 
 @contextlib.contextmanager
@@ -314,6 +322,7 @@ def save_checkpoint(
     """
     leaves = dict(_flatten(params)[0])
     _check_depth(leaves, config)
+    _check_whole(leaves)
     dtype = None if dtype is None else jnp.dtype(dtype)
     name = (dtype or leaves["embed_tokens", "embedding"].dtype).name
     raw = dataclasses.replace(config, dtype=name).to_hf(layout)
@@ -339,6 +348,17 @@ def _check_depth(leaves: dict[Path, Any], config: config_lib.Qwen3_5Config) -> N
         raise ValueError(
             f"params has {found} layers; the config says {config.num_hidden_layers}"
         )
+
+
+def _check_whole(leaves: dict[Path, Any]) -> None:
+    """Refuse parameters that were rearranged for a mesh."""
+    for path, leaf in leaves.items():
+        devices = len(getattr(leaf[...], "sharding", jnp.zeros(0).sharding).device_set)
+        if devices > 1:
+            raise ValueError(
+                f"params are spread over {devices} devices ({path[-2]}); parameters "
+                "loaded without a mesh are allowed"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,21 +6,17 @@ size is cut to a few super-blocks, whose random weights are made on the device.
 
 import dataclasses
 import functools
-import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.extend import random as jax_random
 
 import models
 from models import checkpoints
 from models.qwen3_5 import config as config_lib
-from models.qwen3_5 import model as model_lib
-from models.qwen3_5 import published, target
+from models.qwen3_5 import published, random_weights, target
 from treewy_jax import commit as commit_lib
 from treewy_jax import drafters, generate, loop
 from treewy_jax import sampling as sampling_lib
@@ -31,36 +27,7 @@ CALLS = 64
 # Tokens that the prompt pass runs; longer contexts repeat their keys and values.
 PROMPT = 64
 SAMPLING = sampling_lib.Sampling()
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """Scramble the bits of 32-bit words (the finaliser of Murmur3, Appleby 2008)."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ (x >> shift)) * jnp.uint32(factor)
-    return x ^ (x >> 16)
-
-
-def _bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
-    number = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
-    return _mix(_mix(number) ^ key[0]).astype(f"uint{width}")
-
-
-# Numbers that look random, and programs that compile at once: JAX' own generators take
-# minutes of compilation where a model is made.
-HASH = jax_random.define_prng_impl(
-    key_shape=(1,),
-    seed=lambda seed: _mix(seed.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))[None],
-    split=lambda key, shape: _bits(key, 32, shape)[..., None],
-    random_bits=_bits,
-    fold_in=lambda key, data: _mix(key ^ _mix(data.astype(jnp.uint32) + 1)),
-    name="hash",
-    tag="hash",
-)
-
-
-def key(seed: int) -> jax.Array:
-    """Return a key of the cheap generator."""
-    return jax.random.key(seed, impl=HASH)
+key = random_weights.key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,15 +107,9 @@ def _model(name: str, blocks: int, dtype: Any) -> tuple[Any, Any, Callable[[], A
     whole = published.get(name)
     if blocks > whole.num_blocks:
         raise ValueError(f"blocks is {blocks}; {name} has {whole.num_blocks}")
-    layers = blocks * whole.full_attention_interval
-    config = dataclasses.replace(whole, num_hidden_layers=layers)
-
-    def make(key):
-        return model_lib.Qwen3_5(config, dtype=dtype, rngs=nnx.Rngs(key))
-
-    graphdef = nnx.split(nnx.eval_shape(make, key(0)))[0]
-    weights = jax.jit(lambda key: nnx.split(make(key))[1])
-    return config, graphdef, lambda: weights(key(0))
+    config = random_weights.cut(name, blocks * whole.full_attention_interval)
+    graphdef, shapes = random_weights.graph(config, dtype)
+    return config, graphdef, lambda: random_weights.make(config, shapes)
 
 
 @functools.partial(jax.jit, static_argnames="build", donate_argnames="state")

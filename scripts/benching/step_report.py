@@ -22,11 +22,15 @@ LISTED_MOVES = 10
 
 @dataclasses.dataclass
 class Clock:
-    """Samples of one program, microseconds; `kernels` by name, of a call."""
+    """Samples of one program, microseconds; `kernels` by name, of a call.
+
+    `launches` are the kernels of a call, None where no clock of the device tells.
+    """
 
     device_us: list[float]
     host_us: list[float]
     kernels: dict[str, float]
+    launches: int | None = None
 
     @property
     def us(self) -> float:
@@ -86,11 +90,7 @@ def measure(
     parts = step_parts.of_step(subject, params)
     key = step_program.key(2)
     for part in parts:
-        make = jax.jit(part.inputs).lower(params, state, key)
-        donated = 0 if part.fed else ()
-        shapes = jax.eval_shape(part.inputs, params, state, key)
-        run = jax.jit(part.function, donate_argnums=donated).lower(*shapes)
-        lowered += [make, run]
+        lowered += lower_part(part, params, state, key)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         whole, *programs = pool.map(lambda program: program.compile(), lowered)
     advance()
@@ -101,7 +101,7 @@ def measure(
     problems = [f"step: {problem}" for problem in problems]
     found = []
     for part, make, run in zip(parts, programs[::2], programs[1::2], strict=True):
-        timed, floor, trouble = _part(part, make, run, (params, state, key), rounds)
+        timed, floor, trouble = time_part(part, make, run, (params, state, key), rounds)
         found.append((part, timed, floor))
         problems += [f"{part.name}: {problem}" for problem in trouble]
         advance()
@@ -118,7 +118,15 @@ def measure(
     )
 
 
-def _part(part, make, run, arguments, rounds) -> tuple[Clock, int, list[str]]:
+def lower_part(part, params, state, key) -> list[Any]:
+    """Return the programs that make a part's inputs and that run it, not compiled."""
+    make = jax.jit(part.inputs).lower(params, state, key)
+    donated = 0 if part.fed else ()
+    shapes = jax.eval_shape(part.inputs, params, state, key)
+    return [make, jax.jit(part.function, donate_argnums=donated).lower(*shapes)]
+
+
+def time_part(part, make, run, arguments, rounds) -> tuple[Clock, int, list[str]]:
     """Time one part; returns its clock, its floor in bytes a step, and problems."""
     inputs = make(*arguments)
     floor = part.floor_bytes(inputs, jax.eval_shape(part.function, *inputs))
@@ -133,12 +141,14 @@ def _part(part, make, run, arguments, rounds) -> tuple[Clock, int, list[str]]:
     return timed, part.times * floor, problems
 
 
-def clocked(call: Callable[[], Any], rounds: int) -> tuple[Clock, list[str]]:
+def clocked(
+    call: Callable[[], Any], rounds: int, seconds: float = 0.05, most: int = 10
+) -> tuple[Clock, list[str]]:
     """Time a call by both clocks; without a GPU, or where CUPTI fails, by the host's.
 
-    A call is made 55 times at most in three rounds.
+    Calls that fill `seconds`, `most` at most, are a sample; 55 calls in three rounds.
     """
-    number = timing.enough(call)
+    number = timing.enough(call, seconds, most)
     clock = Clock([], [timing.host_us(call, number) for _ in range(rounds)], {})
     if jax.default_backend() != "gpu":
         return clock, []
@@ -148,6 +158,7 @@ def clocked(call: Callable[[], Any], rounds: int) -> tuple[Clock, list[str]]:
         return clock, [f"host's clock, {error}"]
     clock.device_us = [sum(us for _, us in kernels) for kernels in calls]
     clock.kernels = timing.by_name(calls, 1)
+    clock.launches = len(calls[0])
     return clock, []
 
 

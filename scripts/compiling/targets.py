@@ -178,7 +178,7 @@ def _devices(target: Target) -> list[Any]:
         )
     else:
         description = topologies.get_topology_desc(
-            platform="cuda", topology="1x1x1", target_config=_target_config(target)
+            platform="cuda", topology="1x1x1", target_config=target_config(target)
         )
     return list(description.devices)
 
@@ -190,7 +190,7 @@ def _abstract_mesh(target: Target, device: Any) -> jax.sharding.AbstractMesh:
     return jax.sharding.AbstractMesh((), (), abstract_device=abstract)
 
 
-def _target_config(target: Target) -> str:
+def target_config(target: Target) -> str:
     """Return XLA's GpuTargetConfigProto of a GPU, as text."""
     gpu = GPUS[target.name]
     major, minor = gpu.capability

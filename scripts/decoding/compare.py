@@ -11,6 +11,7 @@ from jax import lax
 from models import checkpoints
 from scripts.decoding import request, result
 from treewy_jax import commit
+from treewy_jax import mesh as mesh_lib
 
 # In float32 the two programs round differently; nearer ties than this may flip.
 NEAR_TIE = 1e-3
@@ -52,7 +53,8 @@ def logit_gap(
     padded[0, : len(tokens)] = tokens
     build = model.builder(lifecycle)
     length = jnp.full(1, len(tokens), jnp.int32)
-    best = _top_two(build, model.params, jnp.asarray(padded), length)
+    with mesh_lib.use(getattr(model, "mesh", None)):
+        best = _top_two(build, model.params, jnp.asarray(padded), length)
     return float(best[0] - best[1])
 
 

@@ -33,6 +33,11 @@ class Options:
     """Children of each node, level by level; none verifies the newest token alone."""
     model: str = "tiny"
     """The model that ships (tiny), or a Hugging Face folder of Qwen3.5."""
+    random_weights: bool = False
+    """Make a published size, such as qwen3.5-0.8b, with random weights; it has no
+    tokenizer, so the prompt is --prompt-ids."""
+    layers: int | None = None
+    """First layers of a model with random weights, a multiple of 4; by default all."""
     prompt: str | None = None
     """What to answer, in the chat format if the tokenizer has one; else a story."""
     prompt_file: pathlib.Path | None = None
@@ -56,6 +61,15 @@ class Options:
     """Sample among the k most probable tokens; 0: among all."""
     top_p: float = 1.0
     """Sample among the fewest tokens that have this probability together."""
+    min_p: float = 0.0
+    """Sample among tokens at least this times as probable as the best; 0: among all."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that occurred before (prompt included) get less probable."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that occurred before, the prompt included."""
+    accept: Literal["match", "greedy", "rejection", "block", "traversal"] = "match"
+    """Which drafts join the text; the last three draw the drafts of mtp, and block
+    takes chains only. All keep the distribution of the model."""
     seed: int = 0
     """Of the samples: a draw depends on it, the prompt's number and the position."""
     stream: bool = False
@@ -70,6 +84,9 @@ class Options:
     """mtp: the model's head. ngram: earlier text, a chain a node of level one."""
     n_max: int = 64
     """Largest number of nodes that a tree may have, the root included."""
+    mesh: str | None = None
+    """Devices to spread the model over, such as tensor=8 or data=2,tensor=4: rows over
+    data, heads over tensor, experts over expert and tensor. By default one device."""
     compare: bool = False
     """Decode without drafts as well and report the first difference, if any."""
     json: pathlib.Path | None = None
@@ -111,6 +128,20 @@ def _check(options: Options) -> None:
         raise ValueError(f"{flags}: only one of them is allowed")
     if options.raw and options.prompt_ids is not None:
         raise ValueError("--raw and --prompt-ids: ids are always taken as they are")
+    if options.random_weights and options.prompt_ids is None:
+        raise ValueError(
+            "--random-weights: a model without files has no tokenizer; only a prompt "
+            "of --prompt-ids is allowed"
+        )
+    if options.layers is not None and not options.random_weights:
+        raise ValueError("--layers: only allowed with --random-weights")
+    if options.compare and options.temperature > 0:
+        if options.accept in ("rejection", "block", "traversal"):
+            raise ValueError(
+                f"--compare and --accept {options.accept}: with a temperature only the "
+                "distribution equals that of plain decoding; match is allowed, or "
+                "temperature 0"
+            )
     if options.n_max < 1:
         raise ValueError(f"n_max={options.n_max}: must be 1 or more")
     if not 0 <= options.seed < 2**32:

@@ -5,13 +5,15 @@ import sys
 from typing import Any
 
 import models
+from models.qwen3_5 import sharding as model_sharding
 from pallas_kernels.history_verify import spec as history_specs
 from pallas_kernels.tree_verify import spec as specs
 from scripts.decoding import options as options_lib
 from scripts.decoding import prompt
+from treewy_jax import acceptance, drafters, history, sampling, sharding, verify
 from treewy_jax import commit as commit_lib
-from treewy_jax import drafters, history, sampling, verify
 from treewy_jax import generate as generation_lib
+from treewy_jax import mesh as mesh_lib
 from treewy_jax import prompts as prompts_lib
 from treewy_jax import tree as tree_lib
 
@@ -48,16 +50,24 @@ def prepare(options: options_lib.Options) -> Request:
         ValueError: a wrong argument.
         NotImplementedError: a legal one that does not work here.
     """
-    chosen = sampling.Sampling(options.temperature, options.top_k, options.top_p)
+    chosen = sampling.Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+    )
     widths = tree_lib.parse_widths(options.tree, options.n_max)
     tree_lib.DraftTree.from_widths(widths, n_max=options.n_max)
     _lifecycle(options, tree_lib.DraftTree.from_widths(widths))
     texts = prompt.texts(options)
+    mesh = None if options.mesh is None else mesh_lib.make(options.mesh)
+    mesh_lib.check_batch(len(texts or [options.prompt_ids]), mesh)
     if options.stream and texts and len(texts) > 1:
         raise ValueError(f"--stream: {len(texts)} prompts came; one is allowed")
 
-    show_bar = sys.stderr.isatty()
-    model = models.load(options.model, dtype=options.dtype, progress=show_bar)
+    model = _model(options, mesh)
     prompts = prompt.token_ids(texts, model, options)
     config = model.config
     prompts_lib.check(prompts, config.vocab_size)
@@ -65,10 +75,11 @@ def prepare(options: options_lib.Options) -> Request:
         prompts, options.max_new_tokens, config.max_position_embeddings
     )
     tree, drafter = _draft(widths, options, config)
+    acceptance.by_name(options.accept).check(drafter, chosen)
     state_dtype = options.state_dtype or config.mamba_ssm_dtype
     impl = options.impl.replace("-", "_")
     lifecycle = _lifecycle(options, tree, state_dtype=state_dtype, impl=impl)
-    spec = _spec(config, tree, len(prompts), options.dtype, state_dtype)
+    spec = _spec(config, tree, len(prompts), options.dtype, state_dtype, mesh)
     return Request(
         model=model,
         prompts=prompts,
@@ -82,6 +93,15 @@ def prepare(options: options_lib.Options) -> Request:
         record_dtype=options.record_dtype,
         verify=_explain(spec, lifecycle),
     )
+
+
+def _model(options, mesh) -> Any:
+    if options.random_weights:
+        name, layers = options.model, options.layers
+        return models.random(name, dtype=options.dtype, layers=layers, mesh=mesh)
+    show_bar = sys.stderr.isatty()
+    name, dtype = options.model, options.dtype
+    return models.load(name, dtype=dtype, progress=show_bar, mesh=mesh)
 
 
 def _lifecycle(options, tree, **more) -> commit_lib.Lifecycle:
@@ -122,17 +142,20 @@ def _draft(widths, options, config) -> tuple[tree_lib.DraftTree, drafters.Drafte
         tree = tree_lib.DraftTree.from_parents(parents)
         return tree, drafters.NgramDrafter(branches=branches, depth=depth)
     tree = tree_lib.DraftTree.from_widths(widths)
-    return tree, generation_lib.default_drafter(tree, config)
+    sampled = acceptance.by_name(options.accept).needs_draft
+    return tree, generation_lib.default_drafter(tree, config, sampled=sampled)
 
 
-def _spec(config, tree, batch, dtype, state_dtype) -> specs.Spec:
-    """Describe the call of verify that every step makes in each GDN layer."""
+def _spec(config, tree, batch, dtype, state_dtype, mesh) -> specs.Spec:
+    """Describe the call of verify that a device makes in each GDN layer and step."""
+    axes = model_sharding.axes(config, mesh, batch)
+    rows, heads = (sharding.parts(letter, axes, mesh) for letter in ("B", "Hk"))
     return specs.make_spec(
-        batch=batch,
+        batch=batch // rows,
         nodes=tree.n_max,
         depth=tree.depth_max,
-        key_heads=config.linear_num_key_heads,
-        value_heads=config.linear_num_value_heads,
+        key_heads=config.linear_num_key_heads // heads,
+        value_heads=config.linear_num_value_heads // heads,
         key_dim=config.linear_key_head_dim,
         value_dim=config.linear_value_head_dim,
         input_dtype=dtype,

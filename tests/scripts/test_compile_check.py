@@ -59,7 +59,7 @@ def test_unknown_targets_are_refused(name):
 
 
 def test_gpus_differ_in_what_they_ask_of_the_compiler():
-    texts = [targets._target_config(targets.parse(name)) for name in ("H200", "B200")]
+    texts = [targets.target_config(targets.parse(name)) for name in ("H200", "B200")]
     for text, major in zip(texts, (9, 10), strict=True):
         assert f"major: {major} minor: 0" in text
         assert "shared_memory_per_block_optin: 232448" in text
