@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
 
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
@@ -67,7 +67,7 @@ def greedy(logits: Float[Array, "B n V"], tree: tree_lib.DraftTree) -> Accepted:
 def sample_and_match(
     logits: Float[Array, "B n V"],
     tree: tree_lib.DraftTree,
-    key: PRNGKeyArray,
+    key: PRNGKeyArray | Key[Array, " B"],
     base: Int[Array, " B"],
     sampling: sampling_lib.Sampling,
 ) -> Accepted:
