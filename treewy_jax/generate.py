@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treewy_jax import acceptance, drafters, loop
+from treewy_jax import accept as accept_lib
 from treewy_jax import cache as cache_lib
 from treewy_jax import commit as commit_lib
+from treewy_jax import drafters, loop
 from treewy_jax import mesh as mesh_lib
 from treewy_jax import prompts as prompts_lib
 from treewy_jax import sampling as sampling_lib
@@ -79,7 +80,7 @@ def generate(
     drafter: drafters.Drafter | None = None,
     commit: str | commit_lib.Lifecycle = "reconstruct",
     sampling: sampling_lib.Sampling | None = None,
-    accept: str | acceptance.Rule = "match",
+    accept: str | accept_lib.Rule = "match",
     seed: int | Sequence[int] = 0,
     impl: str | None = None,
     state_dtype: str | None = None,
@@ -97,7 +98,7 @@ def generate(
         drafter: None drafts with the model's MTP head.
         commit: a lifecycle of `treewy_jax.commit`, by name or itself.
         sampling: None is greedy.
-        accept: a rule of `treewy_jax.acceptance`, by name or itself.
+        accept: a rule of `treewy_jax.accept`, by name or itself.
         seed: of all draws; a text depends on it and on the row's number alone. With a
             list, one seed a row, a row's text is that of its seed and prompt alone.
         impl: implementation of `verify`; None picks one.
@@ -115,7 +116,7 @@ def generate(
     mesh = getattr(model, "mesh", None)
     mesh_lib.check_batch(len(rows), mesh)
     sampling = sampling or sampling_lib.Sampling()
-    rule = acceptance.by_name(accept)
+    rule = accept_lib.by_name(accept)
     key = _key(seed, len(rows))
     if drafter is None:
         drafter = default_drafter(tree, config, sampled=rule.needs_draft)
@@ -198,7 +199,7 @@ class _Program:
     params: Any
     drafter: drafters.Drafter
     sampling: sampling_lib.Sampling
-    accept: acceptance.Rule
+    accept: accept_lib.Rule
 
     def start(self, tokens, lengths, rules, capacity, max_new_tokens):
         return loop.start(

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from treewy_jax import accept as accept_lib
-from treewy_jax import acceptance, drafters, pytree, sharding, slots
+from treewy_jax import drafters, pytree, sharding, slots
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
 
@@ -101,7 +101,7 @@ def step(
     state: LoopState,
     rules: Rules,
     sampling: sampling_lib.Sampling,
-    accept: str | acceptance.Rule = "match",
+    accept: str | accept_lib.Rule = "match",
 ) -> LoopState:
     """Draft a tree, verify it in one pass, accept a path, commit it."""
     tree, log_probs, draft = _propose(drafter, state, rules, sampling)
@@ -110,8 +110,8 @@ def step(
     if state.seen is not None:
         seen = sampling_lib.seen_on_paths(state.seen, tree.tokens, tree.ancestors())
         logits = sampling_lib.penalise(logits, seen, sampling)
-    offer = acceptance.Offer(logits, tree, log_probs, rules.key, state.base, sampling)
-    accepted = _decide(offer, acceptance.by_name(accept))
+    offer = accept_lib.Offer(logits, tree, log_probs, rules.key, state.base, sampling)
+    accepted = _decide(offer, accept_lib.by_name(accept))
     accepted, ends, cut = _stop(accepted, tree, state, rules)
     new, count = accepted.emitted(tree.tokens), accepted.count
     return LoopState(
@@ -143,7 +143,7 @@ def run(
     steps: Int[Array, ""],
     *,
     sampling: sampling_lib.Sampling,
-    accept: str | acceptance.Rule = "match",
+    accept: str | accept_lib.Rule = "match",
 ) -> LoopState:
     """Take up to `steps` steps, fewer when every row is done.
 
@@ -234,10 +234,10 @@ def _propose(drafter, state, rules, sampling):
     return drafter.propose_sampled(*given, draws)
 
 
-def _decide(offer: acceptance.Offer, rule: acceptance.Rule) -> accept_lib.Accepted:
+def _decide(offer: accept_lib.Offer, rule: accept_lib.Rule) -> accept_lib.Accepted:
     """Apply the rule; below the root alone there is nothing to reject."""
     if offer.tree.depth_max == 0:
-        rule = acceptance.RULES["match"]
+        rule = accept_lib.RULES["match"]
     if rule.needs_draft and offer.log_probs is None:
         raise ValueError(
             f"accept {rule.name!r}: the drafter hands out no log-probabilities; "

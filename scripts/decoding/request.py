@@ -10,7 +10,7 @@ from pallas_kernels.history_verify import spec as history_specs
 from pallas_kernels.tree_verify import spec as specs
 from scripts.decoding import options as options_lib
 from scripts.decoding import prompt
-from treewy_jax import acceptance, drafters, history, sampling, sharding, verify
+from treewy_jax import accept, drafters, history, sampling, sharding, verify
 from treewy_jax import commit as commit_lib
 from treewy_jax import generate as generation_lib
 from treewy_jax import mesh as mesh_lib
@@ -75,7 +75,7 @@ def prepare(options: options_lib.Options) -> Request:
         prompts, options.max_new_tokens, config.max_position_embeddings
     )
     tree, drafter = _draft(widths, options, config)
-    acceptance.by_name(options.accept).check(drafter, chosen)
+    accept.by_name(options.accept).check(drafter, chosen)
     state_dtype = options.state_dtype or config.mamba_ssm_dtype
     impl = options.impl.replace("-", "_")
     lifecycle = _lifecycle(options, tree, state_dtype=state_dtype, impl=impl)
@@ -142,7 +142,7 @@ def _draft(widths, options, config) -> tuple[tree_lib.DraftTree, drafters.Drafte
         tree = tree_lib.DraftTree.from_parents(parents)
         return tree, drafters.NgramDrafter(branches=branches, depth=depth)
     tree = tree_lib.DraftTree.from_widths(widths)
-    sampled = acceptance.by_name(options.accept).needs_draft
+    sampled = accept.by_name(options.accept).needs_draft
     return tree, generation_lib.default_drafter(tree, config, sampled=sampled)
 
 

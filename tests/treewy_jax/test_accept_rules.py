@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.treewy_jax import toys
-from treewy_jax import acceptance, drafters, loop
+from treewy_jax import accept, drafters, loop
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
-from treewy_jax.acceptance import rejection
+from treewy_jax.accept import rejection
 
 Sampling = sampling_lib.Sampling
 TABLES = toys.tables()
@@ -19,7 +19,7 @@ ROWS = 6_000
 TREES = {"match": (2, 2), "rejection": (4, 1), "traversal": (4, 1), "block": (1, 1, 1)}
 PENALTIES = Sampling(1.0, repetition_penalty=1.7, presence_penalty=0.8)
 CUT = Sampling(1.5, top_k=3)  # fewer tokens than a node has children
-# test_acceptance_exact.py sums over all that the rules may draw; here the draws are
+# test_accept_exact.py sums over all that the rules may draw; here the draws are
 # those of the loop.
 CASES = [
     ("match", PENALTIES),
@@ -55,7 +55,7 @@ def biased(monkeypatch, name, twin, sampling):
     """Return by how much a rule with a fault misses, in units of the bound."""
     monkeypatch.setattr(rejection, name, twin)
     # A rule of its own, so that no program compiled without the fault is found.
-    rule = acceptance.Rule(name, lambda offer: rejection.rejection(offer), True)
+    rule = accept.Rule(name, lambda offer: rejection.rejection(offer), True)
     state = write(rule, sampling, name="rejection")
     wanted = exact(sampling)
     return toys.distance(toys.counts(state), wanted) / toys.bound(wanted, ROWS)
@@ -180,8 +180,8 @@ def test_padding_of_any_content_changes_nothing():
         for fill in (0.0, jnp.nan):
             log_probs = jnp.where(real, jax.nn.log_softmax(draft), fill)
             filled = jnp.where(real, logits, fill)
-            offer = acceptance.Offer(filled, tree, log_probs, key, base, Sampling(1.0))
-            results.append(acceptance.RULES[name].decide(offer))
+            offer = accept.Offer(filled, tree, log_probs, key, base, Sampling(1.0))
+            results.append(accept.RULES[name].decide(offer))
         for one, other in zip(*results, strict=True):
             assert np.array_equal(one, other)
 
@@ -190,24 +190,24 @@ def test_unfitting_rules_are_refused_with_a_reason():
     chain = toys.sampled((1, 1))
     plain = drafters.MTPDrafter.from_tree(tree_lib.DraftTree.chain(2))
     with pytest.raises(ValueError, match="accept 'best': allowed are match, greedy"):
-        acceptance.by_name("best")
+        accept.by_name("best")
     for name in ("rejection", "block", "traversal"):
-        rule = acceptance.by_name(name)
+        rule = accept.by_name(name)
         with pytest.raises(ValueError, match="hands out no draft distribution"):
             rule.check(plain, Sampling(1.0))
         rule.check(drafters.NoDrafter(), Sampling(1.0))
         rule.check(chain, Sampling())
     with pytest.raises(ValueError, match="7 nodes and depth 2; only chains"):
-        acceptance.by_name("block").check(toys.sampled((2, 2)), Sampling())
+        accept.by_name("block").check(toys.sampled((2, 2)), Sampling())
     with pytest.raises(ValueError, match=r"temperature is 0\.7; only 0"):
-        acceptance.by_name("greedy").check(chain, Sampling(0.7))
+        accept.by_name("greedy").check(chain, Sampling(0.7))
     with pytest.raises(ValueError, match="hands out no log-probabilities"):
         toys.write(TABLES, plain, Sampling(1.0), "rejection", 2)
 
 
 def plain_step(target, drafter, state, rules, sampling):
     """The step without penalties, sampled drafts or a choice of rules."""
-    from treewy_jax import accept, slots
+    from treewy_jax import slots
 
     tree, draft = drafter.propose(state.draft, state.root, state.base)
     hidden, records = target.verify(state.cache, tree)

@@ -1,26 +1,32 @@
 """Rules of acceptance, by name: which path of the verified tree joins the text.
 
-| name        | drafts that it takes            | where                                |
-|-------------|---------------------------------|--------------------------------------|
-| `match`     | any tree (the default)          | `treewy_jax.accept`                  |
-| `greedy`    | any tree, at temperature 0      | `treewy_jax.accept`                  |
-| `rejection` | sampled trees, from the root    | `rejection`                          |
-| `traversal` | sampled trees, from the leaves  | `rejection`                          |
-| `block`     | sampled chains                  | `block`                              |
+| name        | drafts that it takes            | module      |
+|-------------|---------------------------------|-------------|
+| `match`     | any tree (the default)          | `match`     |
+| `greedy`    | any tree, at temperature 0      | `match`     |
+| `rejection` | sampled trees, from the root    | `rejection` |
+| `traversal` | sampled trees, from the leaves  | `rejection` |
+| `block`     | sampled chains                  | `block`     |
+
+`path.Accepted` is what every rule returns.
 
 All are lossless: the text has the target's distribution at the request's settings. For
 a tree fixed by its context none accepts more than `match`; a tree that is sampled from
 a distribution that the drafter hands out may be accepted further by the last three.
 """
 
-from treewy_jax import accept
-from treewy_jax.acceptance import block, rejection
-from treewy_jax.acceptance.rule import Offer as Offer
-from treewy_jax.acceptance.rule import Rule as Rule
+from treewy_jax.accept import block, rejection
+from treewy_jax.accept.match import greedy as greedy
+from treewy_jax.accept.match import sample_and_match as sample_and_match
+from treewy_jax.accept.match import walk as walk
+from treewy_jax.accept.path import Accepted as Accepted
+from treewy_jax.accept.path import nothing as nothing
+from treewy_jax.accept.rule import Offer as Offer
+from treewy_jax.accept.rule import Rule as Rule
 
 
-def _match(offer: Offer) -> accept.Accepted:
-    return accept.sample_and_match(
+def _match(offer: Offer) -> Accepted:
+    return sample_and_match(
         offer.logits, offer.tree, offer.key, offer.base, offer.sampling
     )
 
@@ -31,7 +37,7 @@ RULES = {
         Rule("match", _match),
         Rule(
             "greedy",
-            lambda offer: accept.greedy(offer.logits, offer.tree),
+            lambda offer: greedy(offer.logits, offer.tree),
             greedy_only=True,
         ),
         Rule("rejection", rejection.rejection, needs_draft=True),

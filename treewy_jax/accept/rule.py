@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
 
-from treewy_jax import accept
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
+from treewy_jax.accept import path as path_lib
 
 
 class Offer(NamedTuple):
@@ -49,7 +49,7 @@ class Rule:
     """
 
     name: str
-    decide: Callable[[Offer], accept.Accepted]
+    decide: Callable[[Offer], path_lib.Accepted]
     needs_draft: bool = False
     chains_only: bool = False
     greedy_only: bool = False

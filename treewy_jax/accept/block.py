@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treewy_jax import accept
 from treewy_jax import sampling as sampling_lib
-from treewy_jax.acceptance import rejection, rule
+from treewy_jax.accept import path as path_lib
+from treewy_jax.accept import rejection, rule
 
 
-def block(offer: rule.Offer) -> accept.Accepted:
+def block(offer: rule.Offer) -> path_lib.Accepted:
     """Accept a prefix of the chain; siblings of its drafts are passed over."""
     tree, index = offer.tree, jnp.arange(offer.tree.n_max)
     # Nodes that hang below the one before them, all the way from the root.

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from tests.treewy_jax import toys
-from treewy_jax import accept, acceptance
+from treewy_jax import accept
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
-from treewy_jax.acceptance import rejection
+from treewy_jax.accept import rejection
 
 Sampling = sampling_lib.Sampling
 TEXT = (0, 1)  # the two newest tokens; the last is the root
@@ -109,9 +109,7 @@ def outcomes(rule, offer, hits, monkeypatch):
 
     @jax.jit
     def call(*arrays):
-        decided = acceptance.RULES[rule].decide(
-            acceptance.Offer(*arrays, offer.sampling)
-        )
+        decided = accept.RULES[rule].decide(accept.Offer(*arrays, offer.sampling))
         return decided.node, seen["left"], seen["chance"]
 
     return [np.asarray(one, np.float64) for one in call(*arrays)]
@@ -132,7 +130,7 @@ def all_trees(widths, vocab, sampling):
     tree = tree_lib.DraftTree.from_widths(widths, batch=len(tokens))
     before = tokens[:, np.maximum(np.asarray(tree.parents())[0], 0)]
     before[:, 0] = TEXT[0]
-    offer = acceptance.Offer(
+    offer = accept.Offer(
         jnp.asarray(target[before, tokens]),
         tree.with_tokens(jnp.asarray(tokens)),
         sampling_lib.log_probabilities(jnp.asarray(draft[before, tokens]), sampling),

@@ -27,19 +27,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from treewy_jax import accept
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
-from treewy_jax.acceptance import rule
+from treewy_jax.accept import path as path_lib
+from treewy_jax.accept import rule
 
 
-def rejection(offer: rule.Offer) -> accept.Accepted:
+def rejection(offer: rule.Offer) -> path_lib.Accepted:
     """Accept children from the root on, each with chance min(p(x) / q(x), 1)."""
     chance, _, left = weigh(offer, from_root=True)
     return finish(offer, _lowest(_hits(offer, chance), offer.tree), left)
 
 
-def traversal(offer: rule.Offer) -> accept.Accepted:
+def traversal(offer: rule.Offer) -> path_lib.Accepted:
     """Accept the first node, in postorder, that passes the test of its whole path."""
     _, weight, left = weigh(offer, from_root=False)
     hits = _hits(offer, weight).at[:, 0].set(True)
@@ -124,13 +124,13 @@ def residual(
 
 def finish(
     offer: rule.Offer, node: Int[Array, " B"], left: Float[Array, "B n V"]
-) -> accept.Accepted:
+) -> path_lib.Accepted:
     """Accept down to `node` and draw the next token from what is left there."""
     path, count = offer.tree.path(node)
     last = jnp.take_along_axis(left, node[:, None, None], axis=1)
     noise = offer.draws.gumbel(sampling_lib.NEXT, jnp.zeros(1, int), left.shape[-1])
     token = jnp.argmax(jnp.log(last) + noise, axis=-1)[:, 0]
-    return accept.Accepted(node, path, count, token.astype(jnp.int32))
+    return path_lib.Accepted(node, path, count, token.astype(jnp.int32))
 
 
 def _without(q: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, "B V"]:
