@@ -173,7 +173,7 @@ def described(cell: lifecycles.Cell) -> dict[str, Any]:
     """Return the fields of a row that tell which one it is."""
     sizes = lifecycle_report.record(cell, 1.0)
     names = ("lifecycle", "options", "nodes", "batch", "state_dtype", "accept")
-    return {name: sizes[name] for name in names}
+    return {name: sizes[name] for name in names} | resume.origin(*lifecycles.OPS)
 
 
 def summary(rate: float, given: bool) -> str:
@@ -194,7 +194,7 @@ def write(
 ) -> None:
     """Write method, rows that are kept and every cell as JSON."""
     rounds = 2 if chosen.quick else ROUNDS
-    new = resume.origin() | {"copy_bytes_per_s": rate, "rounds": rounds}
+    new = resume.origin(*lifecycles.OPS) | {"copy_bytes_per_s": rate, "rounds": rounds}
     fields = {
         "method": __doc__,
         "clock": "cupti" if jax.default_backend() == "gpu" else "host",

@@ -124,7 +124,11 @@ def found_rows(
     if not chosen.resume:
         return []
     wanted = [
-        [dict(op=e.case.op, case=e.case.label, impl=e.impl) for e in group]
+        [
+            dict(op=e.case.op, case=e.case.label, impl=e.impl)
+            | resume.origin(e.case.op)
+            for e in group
+        ]
         for group in grouped(entrants)
     ]
     return sum(resume.keep(chosen.json, wanted), [])
@@ -212,7 +216,10 @@ def write(
         "rates": dataclasses.asdict(limits),
         "rows": [
             *kept,
-            *(tables.record(entrant, limits) | resume.origin() for entrant in entrants),
+            *(
+                tables.record(entrant, limits) | resume.origin(entrant.case.op)
+                for entrant in entrants
+            ),
         ],
     }
     reporting.write_result(chosen.json, fields)

@@ -46,7 +46,15 @@ def commit(
     """Return the new state, which takes the memory of `state`."""
     platform, device_kind = device.target()
     config = configs.choose(spec, platform, device_kind, config)
-    interpret = platform == "cpu"
+    arrays = (state, k, pseudo_values, log_decay, path, count)
+    return _launch(*arrays, spec=spec, config=config, interpret=platform == "cpu")
+
+
+# One trace and one lowering for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("spec", "config", "interpret"))
+def _launch(
+    state, k, pseudo_values, log_decay, path, count, *, spec, config, interpret
+):
     # Only rows on the path are read; the blocks just say where a sequence begins.
     group, block_v, nodes = spec.group, config.block_v, spec.nodes
     tile = pl.BlockSpec(

@@ -50,7 +50,15 @@ def store_all(
     """Return outputs and the ring, in the memory of `states` (see `op.store_all`)."""
     platform, device_kind = device.target()
     config = configs.choose(spec, platform, device_kind, config)
-    interpret = platform == "cpu"
+    arrays = (q, k, v, log_decay, beta, states, index, parent)
+    return _launch(*arrays, spec=spec, config=config, interpret=platform == "cpu")
+
+
+# One trace and one lowering for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("spec", "config", "interpret"))
+def _launch(
+    q, k, v, log_decay, beta, states, index, parent, *, spec, config, interpret
+):
     nodes, group, block_v = spec.nodes, spec.group, config.block_v
     # The first axis of the grid runs fastest: neighbours in time are so in memory.
     key = pl.BlockSpec(

@@ -1,5 +1,6 @@
 """Which state of the code a figure was measured with."""
 
+import ast
 import functools
 import hashlib
 import pathlib
@@ -10,6 +11,7 @@ import jax
 from scripts import reporting
 
 ROOT = pathlib.Path(__file__).parents[2]
+KERNELS = "pallas_kernels"
 
 
 @functools.cache
@@ -24,6 +26,30 @@ def digest(*parts: str) -> str:
             found.update(path.relative_to(ROOT).as_posix().encode())
             found.update(path.read_bytes())
     return found.hexdigest()[:16]
+
+
+def kernels(*ops: str) -> list[str]:
+    """Return the folders of ops, of those they import, and the modules all share."""
+    found, todo = set(), list(ops)
+    while todo:
+        op = todo.pop()
+        if op not in found:
+            found.add(op)
+            todo += _imported(ROOT / KERNELS / op)
+    shared = [path.name for path in (ROOT / KERNELS).glob("*.py")]
+    return [f"{KERNELS}/{name}" for name in sorted([*found, *shared])]
+
+
+def _imported(folder: pathlib.Path) -> Iterator[str]:
+    """Yield the ops that the modules of one import."""
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            package, *inner = (node.module or "").split(".")
+            names = inner[:1] or [alias.name for alias in node.names]
+            if package == KERNELS:
+                yield from (x for x in names if (ROOT / KERNELS / x).is_dir())
 
 
 def _sources(path: pathlib.Path) -> Iterator[pathlib.Path]:

@@ -23,6 +23,8 @@ from treewy_jax import tree as tree_lib
 WIDTHS = {4: (1, 1, 1), 15: (2, 2, 2), 40: (3, 3, 3)}
 # Tokens a step that are accepted on average, the target's own one included.
 ACCEPT = {4: 3.2, 15: 3.4, 40: 3.6}
+# What they run, beside XLA.
+OPS = ("tree_verify", "commit", "store_all", "history_verify", "history_append")
 PLAIN = ("store-all", "reconstruct", "fused")
 # Where the source of a kernel has this name, it is none of the lifecycle's.
 BRIDGE = "bridge"

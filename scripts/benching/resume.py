@@ -8,9 +8,9 @@ from typing import Any
 from scripts.benching import code
 
 
-def origin() -> dict[str, str]:
-    """Return what tells rows apart that were measured with other kernels."""
-    return {"kernels": code.digest("pallas_kernels")}
+def origin(*ops: str) -> dict[str, str]:
+    """Return what tells rows apart that were measured with other kernels of `ops`."""
+    return {"kernels": code.digest(*code.kernels(*ops))}
 
 
 def keep(
@@ -19,8 +19,8 @@ def keep(
 ) -> list[list[dict[str, Any]]]:
     """Return the rows of the file for each group, none where one is missing.
 
-    A row is described by some of its fields, and has to be of the same kernels, JAX and
-    device, and "ok". What was timed in turn stays together.
+    A row is described by some of its fields, those of `origin` among them, and has to
+    be "ok". What was timed in turn stays together.
 
     Raises ValueError without a path, and for a file that holds no such rows.
     """
@@ -40,6 +40,6 @@ def _group(rows, group):
     found = []
     for wanted in group:
         # As a file holds it: tuples are lists there.
-        fields = json.loads(json.dumps({**wanted, **origin()})).items()
+        fields = json.loads(json.dumps(dict(wanted))).items()
         found += [row for row in rows if fields <= row.items()][:1]
     return found if len(found) == len(group) else []
