@@ -20,8 +20,9 @@ from pallas_kernels.decode import op as decode
 from pallas_kernels.gdn_front import op as gdn_front
 from scripts.workloads import base
 from scripts.workloads import chunk_prefill as prefill_workloads
+from scripts.workloads import history_verify as history_workloads
+from treewy_jax import history, verify
 from treewy_jax import tree as tree_lib
-from treewy_jax import verify
 
 NAMES = ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state")
 EPSILON = 1e-6  # of the norms of q and k
@@ -183,6 +184,15 @@ def cases(work: Work, exact: Exact) -> list[base.Case]:
             bounds=(BOUND, BOUND),
             donate=(7,),
         ),
+        case(
+            op="fused step",
+            spec=work.cost(2),
+            inputs=functools.partial(fused_inputs, work),
+            call=lambda impl, config: functools.partial(fused_step, work, known),
+            exact=functools.partial(exact_fused, work),
+            bounds=(BOUND,) * 6,
+            donate=(7,),
+        ),
     ]
 
 
@@ -206,6 +216,43 @@ def verify_and_commit(work: Work, known, *arrays: Any) -> tuple:
     count = jnp.full(work.batch, path.shape[1], jnp.int32)
     records = k, verified.pseudo_values, verified.log_decay
     return output, commit.commit(arrays[7], *records, path, count)
+
+
+def fused_inputs(work: Work, key: jax.Array) -> tuple:
+    """Return `inputs` with a history in place of the state: one path to be written."""
+    arrays = inputs(work, key)
+    rows = work.batch, len(work.path())
+    keys = jax.random.split(jax.random.fold_in(key, 1), 3)
+    values = (*rows, work.value_heads)
+    k = jax.random.normal(keys[0], (*rows, work.key_heads, work.dim))
+    past = history.History(
+        state=arrays[7],
+        k=k / jnp.linalg.norm(k, axis=-1, keepdims=True),
+        pseudo_values=0.3 * jax.random.normal(keys[1], (*values, work.dim)),
+        log_decay=-jnp.exp(jax.random.normal(keys[2], values) - 2),
+        count=jnp.full(work.batch, rows[1], jnp.int32),
+    )
+    return (*arrays[:7], past, arrays[8])
+
+
+def fused_step(work: Work, known, q, k, v, a, b, A_log, dt_bias, past, _) -> tuple:
+    """Return the outputs, and the history with the path to the last node.
+
+    The path before is written into the state in the pass that verifies.
+    """
+    q, k, log_decay, beta = gdn_front.normalize_and_gate(q, k, a, b, A_log, dt_bias)
+    verified, written = history.verify(
+        q, k, v, log_decay, beta, past, 0, known, output_dtype=v.dtype
+    )
+    path = jnp.tile(jnp.asarray(work.path(), jnp.int32), (work.batch, 1))
+    (past,) = history.append_layers(
+        [dataclasses.replace(past, state=written.state)],
+        [(k, verified.pseudo_values, verified.log_decay)],
+        path,
+        jnp.full(work.batch, path.shape[1], jnp.int32),
+        fold_above=0,
+    )
+    return verified.output, past
 
 
 def decode_once(q, k, v, a, b, A_log, dt_bias, state, tree) -> tuple:
@@ -234,8 +281,34 @@ def exact_rows(work: Work, arrays: tuple, rows: Sequence[int]) -> tuple:
     S' = exp(g) S + u k^T,  u = beta (v - exp(g) S k),  o = S' q Dk^-0.5,  S of the
     parent, q and k divided by their norms.
     """
-    picked = [x[np.asarray(rows)] for x in (*arrays[:5], arrays[7])]
-    q, k, v, a, b, state = (np.asarray(jax.device_get(x), np.float64) for x in picked)
+    state = _host(arrays[7], rows)
+    q, k, v, log_decay, beta = exact_front(work, arrays, rows)
+    if work.name == "prefill":  # node by node it would take a minute a row
+        whole = (work.dim**-0.5 * q, k, v, log_decay, beta, state)
+        return prefill_workloads.exact(whole, range(len(rows)))
+    return _walk_rows(work, q, k, v, log_decay, beta, state)[:2]
+
+
+def exact_fused(work: Work, arrays: tuple, rows: Sequence[int]) -> tuple:
+    """Return the outputs, and the leaves of the history, of some rows in float64."""
+    past = arrays[7]
+    records = (past.k, past.pseudo_values, past.log_decay)
+    before = [_host(x, rows) for x in (past.state, *records)]
+    count = len(work.path())
+    state = np.stack(
+        [history_workloads.after(*row, count) for row in zip(*before, strict=True)]
+    )
+    q, k, v, log_decay, beta = exact_front(work, arrays, rows)
+    output, _, u = _walk_rows(work, q, k, v, log_decay, beta, state)
+    k = k[:, :, :: work.value_heads // work.key_heads]
+    path = work.path()
+    new = (x[:, path] for x in (k, u, log_decay))
+    return output, state, *new, np.full(len(rows), count)
+
+
+def exact_front(work: Work, arrays: tuple, rows: Sequence[int]) -> tuple:
+    """Return q and k, normalised and a value head each, v and the gates, in float64."""
+    q, k, v, a, b = (_host(x, rows) for x in arrays[:5])
     A_log, dt_bias = (np.asarray(x, np.float64) for x in arrays[5:7])
     log_decay, beta = exact_gates(a, b, A_log, dt_bias)
     norms = (np.sqrt(np.sum(x * x, -1, keepdims=True) + EPSILON) for x in (q, k))
@@ -244,28 +317,31 @@ def exact_rows(work: Work, arrays: tuple, rows: Sequence[int]) -> tuple:
         np.repeat(x / norm, group, axis=2)
         for x, norm in zip((q, k), norms, strict=True)
     )
-    if work.name == "prefill":  # node by node it would take a minute a row
-        whole = (work.dim**-0.5 * q, k, v, log_decay, beta, state)
-        return prefill_workloads.exact(whole, range(len(rows)))
-    walked = [
-        _walk(work, *(x[row] for x in (q, k, v, log_decay, beta, state)))
-        for row in range(len(rows))
-    ]
+    return q, k, v, log_decay, beta
+
+
+def _host(x: Any, rows: Sequence[int]) -> np.ndarray:
+    return np.asarray(jax.device_get(x[np.asarray(rows)]), np.float64)
+
+
+def _walk_rows(work: Work, *arrays: np.ndarray) -> tuple:
+    walked = [_walk(work, *row) for row in zip(*arrays, strict=True)]
     return tuple(np.stack(parts) for parts in zip(*walked, strict=True))
 
 
 def _walk(work: Work, q, k, v, log_decay, beta, state) -> tuple:
-    """Return outputs and the last node's state of one row, node by node."""
+    """Return outputs, last state and pseudo-values of one row, node by node."""
     states: dict[int, np.ndarray] = {-1: state}
     last_use = {parent: node for node, parent in enumerate(work.parents)}
-    output = np.empty_like(v)
+    output, values = np.empty_like(v), np.empty_like(v)
     for node, parent in enumerate(work.parents):
         decayed = np.exp(log_decay[node])[:, None, None] * states[parent]
         known = np.einsum("hvk,hk->hv", decayed, k[node])
         u = beta[node][:, None] * (v[node] - known)
+        values[node] = u
         new = decayed + u[:, :, None] * k[node][:, None, :]
         output[node] = np.einsum("hvk,hk->hv", new, q[node]) * work.dim**-0.5
         states[node] = new
         if last_use[parent] == node:  # a prompt's states do not fit all at once
             del states[parent]
-    return output, new
+    return output, new, values
