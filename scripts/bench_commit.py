@@ -29,7 +29,8 @@ MB" are bytes a step of copies that XLA adds, as large as half a layer's states 
 read from the compiled program. On a CPU sizes are tiny and times say nothing of a GPU.
 
 --resume keeps the rows that the file has of a group, if all of them are right and of
-the same kernels, JAX and device, and measures the others.
+the same kernels, JAX and device, and measures the others. Groups that are not asked for
+stay as they are.
 
 Exit status: 0; 1 where a lifecycle is wrong or fails (it is not timed then); 2 for
 wrong input, with one line on stderr.
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = command.parse(Options, "bench_commit.py", arguments)
         groups = select(chosen)
-        kept = [[] for _ in groups]
+        kept = resume.Kept([], [[] for _ in groups])
         if chosen.resume:
             wanted = [[described(cell) for cell in group] for group in groups]
             kept = resume.keep(chosen.json, wanted)
@@ -106,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command.refuse("bench_commit.py", error)
     limit = math.inf if chosen.max_seconds is None else chosen.max_seconds
     begun = time.monotonic()
-    groups = [group for group, rows in zip(groups, kept, strict=True) if not rows]
+    groups = [
+        group for group, rows in zip(groups, kept.groups, strict=True) if not rows
+    ]
     rate = rates.copy(chosen.copy_tb_s)
     cells: list[lifecycles.Cell] = []
     with command.progress() as progress:
@@ -118,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lifecycle_runs.run(group, 2 if chosen.quick else ROUNDS)
             gc.collect()
             if chosen.json is not None:  # a run that is ended early leaves what it has
-                write(chosen, sum(kept, []), cells, rate)
+                write(chosen, sum(kept.groups, kept.others), cells, rate)
             first = group[0].group
             command.note(f"n={first.nodes} B={first.batch} S={first.state_dtype}")
     console = command.console()

@@ -17,7 +17,8 @@ bytes at the rate of a large copy, least flops at that of a large bfloat16 produ
 measured in the same run unless they are given. "x baseline" is how many times faster
 than the implementation "reference", plain XLA. On a CPU kernels are interpreted, at
 the sizes tagged "small", and times are the host's: they say nothing of a GPU. --resume
-keeps the rows of what took turns, if they are of the same kernels, JAX and device.
+keeps the rows of what took turns, if they are of the same kernels, JAX and device, and
+those of cases that are not asked for.
 
 Exit status: 0; 1 where an implementation is wrong or fails (it is not timed then); 2
 for wrong input, with one line on stderr.
@@ -70,11 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = command.parse(Options, "bench_kernels.py", arguments)
         entrants = select(chosen)
-        kept = found_rows(chosen, entrants)
+        kept, entrants = found_rows(chosen, entrants)
     except (ValueError, OSError) as error:
         return command.refuse("bench_kernels.py", error)
-    measured = {(row["op"], row["case"]) for row in kept}
-    entrants = [e for e in entrants if (e.case.op, e.case.label) not in measured]
     limits = rates.get(
         chosen.copy_tb_s and 1e12 * chosen.copy_tb_s,
         chosen.product_tflop_s and 1e12 * chosen.product_tflop_s,
@@ -119,19 +118,22 @@ def select(chosen: Options) -> list[contenders.Contender]:
 
 def found_rows(
     chosen: Options, entrants: Sequence[contenders.Contender]
-) -> list[dict[str, Any]]:
-    """Return the rows of the file for groups of which it has all."""
+) -> tuple[list[dict[str, Any]], list[contenders.Contender]]:
+    """Return rows of the file that stay, and who is still to be timed."""
     if not chosen.resume:
-        return []
+        return [], list(entrants)
+    groups = grouped(entrants)
     wanted = [
         [
             dict(op=e.case.op, case=e.case.label, impl=e.impl)
             | resume.origin(e.case.op)
             for e in group
         ]
-        for group in grouped(entrants)
+        for group in groups
     ]
-    return sum(resume.keep(chosen.json, wanted), [])
+    kept = resume.keep(chosen.json, wanted)
+    open_groups = [g for g, rows in zip(groups, kept.groups, strict=True) if not rows]
+    return sum(kept.groups, kept.others), sum(open_groups, [])
 
 
 def grouped(

@@ -50,6 +50,69 @@ def nodes(tree: str) -> int:
     return total
 
 
+def shapes() -> str:
+    """Shapes of Table 2: what they accept, and the states that a request holds."""
+    from scripts.accepting import paper
+
+    found = read("cpu/acceptance")["trees"]
+    rows, before = [], None
+    for tree in SHAPES:
+        count, lengths = nodes(tree), found[tree]["all"]["lengths"]
+        mean, (low, high) = lengths["mean"], lengths["interval"]
+        more = "" if before is None else _a_node(count - before[0], mean - before[1])
+        stored, held = (
+            memory.blocks(tuple(map(int, tree.split(","))), scheme).counted
+            for scheme in ("store-all", "reconstruct")
+        )
+        told = paper.beside(tree)
+        theirs = [told["accept_length"], *told["blocks"].values()]
+        rows.append(
+            [
+                f"`{tree}`",
+                str(count),
+                f"{mean:.2f} ({low:.2f} to {high:.2f})",
+                more,
+                str(stored),
+                str(held),
+                *("" if value is None else f"{value}" for value in theirs),
+            ]
+        )
+        before = count, mean
+    header = ["tree", "n", "tokens a step", "more a node added"]
+    header += ["states, store-all", "states, here"]
+    header += [f"paper: {name}" for name in ("tokens a step", "store-all", "TreeWY")]
+    return markdown(header, rows)
+
+
+SHAPES = ("1,1,1", "2,2,1", "2,2,2", "3,3,3")
+
+
+def _a_node(nodes: int, tokens: float) -> str:
+    return f"{tokens / nodes:+.3f}"
+
+
+def planned() -> str:
+    """Planned trees beside the best tree by widths of no more nodes and no deeper."""
+    rows = []
+    for tree in read("cpu/acceptance")["planned"]:
+        best, own = tree["best_width_tree"], tree["simulated"]["lengths"]
+        low, high = best["interval"]
+        rows.append(
+            [
+                str(tree["depth_at_most"]),
+                str(tree["nodes"]),
+                f"{tree['expected']:.2f}",
+                f"{own['mean']:.2f}",
+                f"`{','.join(map(str, best['widths']))}`",
+                f"{best['accept_length']:.2f}",
+                f"{best['difference']:+.2f} ({low:+.2f} to {high:+.2f})",
+            ]
+        )
+    header = ["depth at most", "nodes", "expected", "measured"]
+    header += ["best by widths", "it accepts", "difference (95 %)"]
+    return markdown(header, rows)
+
+
 def validation() -> str:
     """Losses of the shipped model, and how often its head names the target's choice."""
     whole, head = read("nvidia-h200/training")["stages"]
@@ -149,6 +212,60 @@ def _moves(row: dict[str, Any]) -> str:
     return f"{us:.3g} ({moves:.2f} / {row['ideal_moves']:.2f})"
 
 
+def peers() -> str:
+    """Microseconds of a layer, raw rows in, beside kernels of other projects."""
+    groups: dict[str, dict[str, Any]] = {}
+    for row in read("nvidia-h200/peers")["rows"]:
+        if row["in_a_row_us"] is not None:
+            who = row["who"] if row["who"] != "ours" else f"our {row['computes']}"
+            comparison = row["comparison"]["label"].removeprefix("verify ")
+            groups.setdefault(comparison, {})[who] = row["in_a_row_us"]["median"]
+    rows = [
+        [label, *(_beside(found, name) for name in PEERS)]
+        for label, found in groups.items()
+    ]
+    return markdown(["one layer", *PEERS.values()], rows)
+
+
+PEERS = {
+    "our verify": "our verify",
+    "our verify + commit": "our verify + commit",
+    "fla fused_recurrent": "FLA fused_recurrent",
+    "treewy": "TreeWY's: commit + verify",
+    "weaver_tf32": "Weaver's, tf32",
+    "weaver_bf16": "Weaver's, bf16",
+}
+
+
+def _beside(found: dict[str, float], name: str) -> str:
+    if name not in found:
+        return ""
+    times = f" ({found[name] / found['our verify']:.2f})"
+    return f"{found[name]:.3g}" + (times if name != "our verify" else "")
+
+
+def whole_steps() -> str:
+    """Milliseconds of whole steps of the 35B model beside their bytes."""
+    rows = []
+    for row in read("nvidia-h200/step")["rows"]:
+        point = row["point"]
+        horizon = f"-{point['horizon']}" if point["horizon"] else ""
+        rows.append(
+            [
+                f"`{point['tree']}`",
+                point["commit"] + horizon,
+                str(point["batch"]),
+                f"{row['device_ms']['median']:.2f}",
+                f"{row['floor_ms']:.2f}",
+                str(row["launches"]),
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['peak_bytes'] / 2**30:.1f}",
+            ]
+        )
+    header = ["tree", "commit", "B", "ms", "floor, ms", "launches", "tokens/s"]
+    return markdown([*header, "peak, GiB"], rows)
+
+
 OTHERS = ("decode", "chunk_prefill", "gdn_front", "grouped_matmul", "tree_attention")
 
 
@@ -192,7 +309,9 @@ TABLES = {
     verification: "scripts/results/README.md",
     other_kernels: "scripts/results/README.md",
     commits: "scripts/results/README.md",
+    peers: "scripts/results/README.md",
     steps: "scripts/results/README.md",
+    whole_steps: "scripts/results/README.md",
 }
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def test_sentences_of_the_model_card():
 
 def test_moves_in_the_readme():
     rows = make_tables.read("nvidia-h200/commit")["rows"]
-    found = {r["lifecycle"]: r for r in rows if (r["nodes"], r["batch"]) == (4, 64)}
+    found = {r["lifecycle"]: r for r in rows if (r["nodes"], r["batch"]) == (4, 128)}
     labels = ("store-all", "reconstruct", "fused", "deferred-16")
     moves = [f"{found[label]['moves_equivalent']:.2f}" for label in labels]
     words = " ".join(README.split())

@@ -1,13 +1,17 @@
 """The Qwen3.5 text model, dense or mixture of experts.
 
 Layers are run one by one, each with arrays of its own: a scan over stacked weights and
-states would copy those of every layer before they are read. Every method is a pure
+states would copy those of every layer before they are read. Layers of one kind are
+traced and lowered once, as one function that all of them call. Every method is a pure
 function of the parameters and its arguments: split the module once with `nnx.split`,
 merge it inside `jit`.
 """
 
+import functools
 import itertools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -70,11 +74,7 @@ class Qwen3_5(nnx.Module):
         (window, state) for each GDN layer, one (keys, values) for each of attention.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-
-        def prefill(layer, h, _):
-            return layer.prefill(h, positions, lengths)
-
-        return self._run(prefill, self.embed(tokens))
+        return self._run("prefill", self.embed(tokens), None, (positions, lengths))
 
     def verify(
         self,
@@ -94,28 +94,33 @@ class Qwen3_5(nnx.Module):
             positions=length[:, None] + tree.depth(),
             mask=tree.ancestors(include_self=True),
         )
-
-        def verify(layer, h, kept):
-            return layer.verify(h, kept, length, nodes, lifecycle)
-
-        return self._run(verify, self.embed(tree.tokens), cache)
+        h = self.embed(tree.tokens)
+        return self._run("verify", h, cache, (length, nodes), (lifecycle,))
 
     def decode(
         self, token: Int[Array, " B"], cache: tuple, length: Int[Array, " B"]
     ) -> tuple[Float[Array, "B 1 H"], tuple]:
         """Run one token by the plain recurrence; returns its row and the new cache."""
+        return self._run("decode", self.embed(token[:, None]), cache, (length,))
 
-        def decode(layer, h, kept):
-            return layer.decode(h, kept, length)
+    def _run(self, verb, h, cache, arrays, static=()):
+        """Run a verb of the layers, one after the other, then the norm.
 
-        return self._run(decode, self.embed(token[:, None]), cache)
-
-    def _run(self, run, h, cache=None):
-        """Run `run(layer, h, kept) -> (h, kept)` over the layers, then the norm."""
-        before = [itertools.repeat(None)] * 2 if cache is None else map(iter, cache)
-        recurrent, attended = before
+        A layer gets the rows, what it kept in `cache` unless that is None, and `arrays`
+        and `static`, the same for all.
+        """
+        kept = [itertools.repeat(())] * 2 if cache is None else map(zip, cache)
+        recurrent, attended = kept
         after: tuple[list, list] = [], []
         for layer in self.layers:
-            h, kept = run(layer, h, next(attended if layer.attends else recurrent))
-            after[layer.attends].append(kept)
+            own = next(attended if layer.attends else recurrent)
+            graphdef, params = nnx.split(layer)
+            h, left = _run_layer(graphdef, verb, static, params, h, *own, *arrays)
+            after[layer.attends].append(left)
         return self.norm(h), tuple(map(tuple, after))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run_layer(graphdef: Any, verb: str, static: tuple, params: Any, *arrays: Any):
+    """Run a verb of one layer; one trace serves all layers of its kind."""
+    return getattr(nnx.merge(graphdef, params), verb)(*arrays, *static)

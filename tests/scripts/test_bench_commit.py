@@ -227,7 +227,8 @@ def test_a_run_is_resumed_where_it_ended(monkeypatch, tmp_path, capsys):
     assert kept == first and second["batch"] == 2
     monkeypatch.setattr(code, "digest", lambda *parts: "other kernels")
     assert bench_commit.main([*arguments, "--batch", "1"]) == 0
-    (again,) = json.loads(file.read_text())["rows"]
+    other, again = json.loads(file.read_text())["rows"]
+    assert other == second
     assert again["kernels"] == "other kernels" != first["kernels"]
     file.write_text("[]")
     assert bench_commit.main(arguments) == 2
