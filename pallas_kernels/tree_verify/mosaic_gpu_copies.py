@@ -257,6 +257,13 @@ class Copies:
         first = range(0, self.plan.config.heads, self.plan.groups)
         return [self.group + turn for turn in first]
 
+    def for_head(self, turn, action):
+        """Do something for one of `own_turns`, unless there is no such head."""
+        if isinstance(turn, int) or self.plan.config.heads % self.plan.groups == 0:
+            action()
+        else:
+            pl.when(turn < self.plan.config.heads)(action)
+
     def own_chunks(self):
         """Return which chunks of keys the warpgroup writes for its team."""
         chunks = self.plan.chunks

@@ -46,10 +46,7 @@ class Warpgroup(copies.Copies):
             plgpu.commit_smem()
             self.arrive("matrix_here", turn)
 
-        if isinstance(turn, int) or self.plan.config.heads % self.plan.groups == 0:
-            prepare()
-        else:
-            pl.when(turn < self.plan.config.heads)(prepare)
+        self.for_head(turn, prepare)
 
     def _prepare_head(self, tile, turn, gates, known, grams):
         related, strict = (

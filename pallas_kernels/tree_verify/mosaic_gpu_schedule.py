@@ -174,9 +174,13 @@ def _solve_tile(group, step, tile, following):
 
 
 def _await_matrices_free(group, count):
-    """Wait until the team is done with the last tile."""
+    """Wait until the team is done with the heads of the last tile that it prepared.
+
+    Only there has it waited before: a warpgroup that skips a phase of a barrier waits
+    for one of the other parity, which may never come.
+    """
 
     @pl.when(count > 0)
     def _():
-        for turn in range(group.plan.config.heads):
-            group.wait("matrix_free", turn)
+        for turn in group.own_turns():
+            group.for_head(turn, lambda turn=turn: group.wait("matrix_free", turn))
