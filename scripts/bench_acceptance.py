@@ -1,144 +1,236 @@
-"""How many tokens does a target pass yield? By tree and kind of prompt, on prompts80.
+"""How many tokens does a target pass yield? By tree, drafter, temperature and prompts.
 
     python scripts/bench_acceptance.py --trees 1,1,1 2,2,1 2,2,2 3,3,3
+    python scripts/bench_acceptance.py --drafters mtp dynamic ngram --temperatures 0 1
+    python scripts/bench_acceptance.py --prompts FOLDER --limit 10 --out found.json
 
-Greedy, float32, chat format, the first turn of every prompt, stopped at end of text.
-Each tree's texts are also compared with plain decoding, token for token. Two figures
-stand side by side: all steps, and only those before a text first repeats one of its own
-6-grams, because a loop is easy to draft.
+Float32, chat format, the first turn of every prompt, stopped at end of text. Greedy, or
+sampled and matched, so that the text does not depend on the tree: every tree's texts
+are compared with plain decoding, token for token. Two figures stand side by side: all
+steps, and only those before a text first repeats one of its own 6-grams, because a loop
+is easy to draft. Means are over steps that nothing cut short; intervals are of 2000
+bootstrap resamples of the prompts. Beside them the states that a request holds
+(store-all: one for each node; here: one), and the paper's own figures for this shape.
+
+Rates: beside plain decoding, the MTP head drafts along the text from every position,
+and the rank of each token of the text is kept, --depth tokens deep. That tells what any
+static tree accepts, as if it were infinitely wide ("rates", which plan_tree.py reads,
+and "planned": the best trees of --plan nodes against all trees by widths).
+
+The result file:
+    trees      {tree: {group: summary, "lossless": ...}} of the MTP head, greedy
+    cells      [{"tree", "drafter", "temperature", "nodes", "blocks", "by_depth",
+               "paper", "groups": {group: summary}, "lossless"}] of all
+    rates      see scripts/accepting/rates.py
+    planned    see scripts/accepting/claims.py
+    texts      samples of what was written
+Exit status: 0; 1 where a greedy text differs and it was no near tie; 2 for wrong input.
 """
 
 import dataclasses
-import json
 import pathlib
 import sys
-from typing import Any, NamedTuple
-
-import numpy as np
-import tyro
-from rich import console as rich_console
-from rich import progress as rich_progress
-from rich import table as rich_table
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import models
 from models import checkpoints
 from scripts import reporting
-from scripts.decoding import compare, prompt
+from scripts.accepting import (
+    accept_report,
+    claims,
+    drafting,
+    prompts,
+    rates,
+    rows,
+)
+from scripts.accepting import cells as cells_lib
+from scripts.benching import command
+from scripts.decoding import compare, prompt, topology
 from treewy_jax import generate as generation_lib
+from treewy_jax import prompts as prompts_lib
+from treewy_jax import sampling as sampling_lib
 
-PROMPTS = pathlib.Path(__file__).parent / "data" / "prompts80.jsonl"
-GRAM = 6
-RESAMPLES = 2000
+NAME = "bench_acceptance.py"
+PROMPTS = prompts.PROMPTS
+Row = rows.Row
+read_prompts = prompts.read
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Measure acceptance on prompts80.
-
-    Attributes:
-        model: "tiny" or a folder.
-        trees: widths of each tree to measure.
-        max_new_tokens: budget of each prompt.
-        prompts: JSON lines with turns, category and source.
-        batch: prompts decoded together.
-        samples: texts kept of each category.
-        out: result file; by default under scripts/results, by device.
-    """
+    """Measures acceptance on prompts."""
 
     model: str = "tiny"
+    """The model that ships, or a folder."""
     trees: tuple[str, ...] = ("1,1,1", "2,2,1", "2,2,2", "3,3,3")
+    """Widths of each tree, or files of plan_tree.py."""
+    drafters: tuple[str, ...] = ("mtp",)
+    """Drafters by the names that decode.py gives them."""
+    draft_model: str | None = None
+    """The model that external drafts with: tiny, or a folder."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """0 is greedy."""
+    seed: int = 0
+    """Of the samples."""
     max_new_tokens: int = 128
+    """Budget of each prompt."""
     prompts: pathlib.Path = PROMPTS
+    """JSON lines with turns, prompt or question, or a folder of such files."""
+    limit: int | None = None
+    """Take so many prompts of each category."""
     batch: int = 80
+    """Prompts decoded together."""
+    depth: int = 8
+    """Levels of the rates of the MTP head; 0 leaves them out."""
+    plan: tuple[int, ...] = (8, 16, 40)
+    """Sizes of the planned trees that are held against all trees by widths."""
     samples: int = 3
+    """Texts kept of each category."""
     out: pathlib.Path | None = None
+    """Result file; by default under scripts/results, by device."""
+    plot: pathlib.Path | None = None
+    """Draw acceptance and rates into this file (needs matplotlib)."""
 
 
-class Row(NamedTuple):
-    """One prompt decoded with one tree; `lengths` are of steps not cut short."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    try:
+        chosen = command.parse(Options, NAME, arguments)
+        check(chosen)
+        entries = prompts.read(chosen.prompts, chosen.limit)
+        show_bar = sys.stderr.isatty()
+        model = models.load(chosen.model, dtype="float32", progress=show_bar)
+        ids = [encode(model, entry["turns"][0]) for entry in entries]
+        check_prompts(model, ids, chosen)
+        drafted = {
+            (tree, name): drafting.make(
+                name, topology.read(tree), model, ids, chosen.draft_model
+            )
+            for tree in chosen.trees
+            for name in chosen.drafters
+        }
+    except (ValueError, NotImplementedError, OSError) as error:
+        return command.refuse(NAME, error)
+    path = chosen.out or reporting.result_path("acceptance")
+    names = {"prompts": chosen.prompts.name, "out": path.name, "plot": None}
+    about = {"method": __doc__, "options": dataclasses.asdict(chosen) | names}
+    for found in run(model, entries, ids, drafted, chosen):  # more each time
+        reporting.write_result(path, about | found)
+    accept_report.show(found, command.console())
+    if chosen.plot is not None:
+        from scripts.accepting import plots
 
-    token_ids: list[int]
-    lengths: list[int]
-
-    @property
-    def unlooped(self) -> list[int]:
-        """The steps that end before the text repeats a 6-gram of its own."""
-        ends = 1 + np.cumsum(self.lengths)
-        kept = ends <= first_repeat(self.token_ids)
-        return [a for a, keep in zip(self.lengths, kept, strict=True) if keep]
+        plots.acceptance(found).savefig(chosen.plot)
+    return int(any(cell["lossless"].get("counted") for cell in found["cells"]))
 
 
-def main(options: Options) -> None:
-    """Decode every prompt with every tree, print a table, write the result file."""
-    model = models.load(options.model, dtype="float32", progress=sys.stderr.isatty())
-    entries = read_prompts(options.prompts)
-    ids = [encode(model, entry["turns"][0]) for entry in entries]
-    console = rich_console.Console(stderr=True)
-    trees = ("none", *options.trees)
-    written = {
-        tree: decode(model, ids, tree, options)
-        for tree in rich_progress.track(trees, "decoding", console=console)
+def check(chosen: Options) -> None:
+    """Raise ValueError for options that cannot be measured, before anything runs."""
+    command.check_files(chosen.out, chosen.plot)
+    command.check_plot(chosen.plot)
+    for name in ("trees", "drafters", "temperatures"):
+        if not getattr(chosen, name):
+            raise ValueError(f"{name} is empty; one or more are allowed")
+    for tree in chosen.trees:
+        topology.read(tree)
+    for temperature in chosen.temperatures:
+        sampling_lib.Sampling(temperature=temperature)
+    least = {"batch": 1, "depth": 0, "samples": 0, "max_new_tokens": 1}
+    for name, low in least.items():
+        if getattr(chosen, name) < low:
+            raise ValueError(
+                f"{name} is {getattr(chosen, name)}; {low} or more is allowed"
+            )
+    if any(nodes < 2 for nodes in chosen.plan):
+        raise ValueError(f"plan is {chosen.plan}; sizes of 2 or more are allowed")
+
+
+def check_prompts(model: checkpoints.Model, ids, chosen: Options) -> None:
+    """Raise ValueError for prompts that the model has no room for."""
+    most = model.config.max_position_embeddings
+    prompts_lib.check_budget(ids, chosen.max_new_tokens, most)
+
+
+def run(model, entries, ids, drafted, chosen: Options) -> Iterator[dict[str, Any]]:
+    """Decode every prompt with everything asked for; yields the fields so far."""
+    found: dict[str, Any] = {
+        name: [] for name in ("cells", "rates", "planned", "texts")
     }
-    plain = written.pop("none")
-    found = {
-        tree: measure(entries, rows) | {"lossless": lossless(model, ids, rows, plain)}
-        for tree, rows in written.items()
-    }
-    path = options.out or reporting.result_path("acceptance")
-    names = {"prompts": options.prompts.name, "out": path.name}
-    fields = {
-        "method": __doc__,
-        "options": dataclasses.asdict(options) | names,
-        "trees": found,
-        "texts": texts(model, entries, plain, options.samples),
-    }
-    reporting.write_result(path, fields)
-    show(found)
+    for temperature in chosen.temperatures:
+        sampling = sampling_lib.Sampling(temperature=temperature)
+        command.note(f"plain, temperature {temperature:g}")
+        plain = decode(model, ids, "none", chosen, sampling=sampling)
+        samples = cells_lib.texts(model, entries, plain, chosen.samples)
+        found["texts"] = found["texts"] or samples
+        if chosen.depth and "mtp" in chosen.drafters:
+            command.note(f"rates of mtp, temperature {temperature:g}")
+            rank(found, model, ids, plain, sampling, chosen)
+        for (tree, name), drafter in drafted.items():
+            command.note(f"{name} {tree}, temperature {temperature:g}")
+            options = dict(sampling=sampling, drafter=drafter)
+            made = decode(model, ids, tree, chosen, **options)
+            cell = cells_lib.cell(tree, name, temperature, drafter, entries, made)
+            cell["lossless"] = compared(model, ids, made, plain, sampling)
+            found["cells"].append(cell)
+            yield {"trees": cells_lib.by_tree(found["cells"])} | found
 
 
-def read_prompts(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the prompts of a JSON-lines file."""
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
+def rank(found, model, ids, plain, sampling, chosen: Options) -> None:
+    """Add the rates of the MTP head and, of greedy texts, planned trees to `found`."""
+    texts = [row.token_ids for row in plain]
+    ranks = cells_lib.ranks(model, ids, texts, sampling, chosen)
+    entries = rates.entries("mtp", sampling.temperature, ranks)
+    found["rates"] += entries
+    if sampling.greedy and chosen.plan:
+        known = rates.from_entries(chosen.prompts, entries)
+        depths = sorted({min(3, chosen.depth), chosen.depth})
+        found["planned"] = claims.planned(ranks, texts, known, chosen.plan, depths)
 
 
 def encode(model: checkpoints.Model, text: str) -> list[int]:
     """Return the ids of one user turn in the chat format."""
+    if model.tokenizer is None:
+        raise ValueError("model: it has no tokenizer; prompts are text")
     chat = prompt.CHAT.format(text)
     return model.tokenizer.encode(chat, add_special_tokens=False).ids
 
 
-def decode(model, ids, tree, options, commit="reconstruct") -> list[Row]:
+def decode(
+    model, ids, tree, options, commit="reconstruct", sampling=None, drafter=None
+) -> list[Row]:
     """Decode every prompt, `options.batch` of them together."""
-    rows = []
+    made = []
     for first in range(0, len(ids), options.batch):
         generation = generation_lib.generate(
             model,
             ids[first : first + options.batch],
-            tree=tree,
+            tree=topology.read(tree),
             max_new_tokens=options.max_new_tokens,
             commit=commit,
+            sampling=sampling,
+            drafter=drafter,
+            seed=getattr(options, "seed", 0),
         )
         parts = (generation.token_ids, generation.accept_lengths, generation.cut)
         for tokens, lengths, cut in zip(*parts, strict=True):
-            rows.append(Row(tokens, lengths[: len(lengths) - cut]))
-    return rows
+            made.append(Row(tokens, lengths[: len(lengths) - cut]))
+    return made
 
 
-def first_repeat(tokens: list[int], gram: int = GRAM) -> int:
-    """Return how many tokens come before the first 6-gram that occurred before ends."""
-    seen = set()
-    for end in range(gram, len(tokens) + 1):
-        piece = tuple(tokens[end - gram : end])
-        if piece in seen:
-            return end - 1
-        seen.add(piece)
-    return len(tokens)
+def compared(model, ids, made, plain, sampling) -> dict[str, Any]:
+    """Compare with plain decoding; of sampled texts only those that differ."""
+    if sampling.greedy:
+        return lossless(model, ids, made, plain)
+    pairs = enumerate(zip(made, plain, strict=True))
+    different = [n for n, (a, b) in pairs if a.token_ids != b.token_ids]
+    return {"prompts": len(ids), "different": different}
 
 
-def lossless(model, ids, rows: list[Row], plain: list[Row]) -> dict[str, Any]:
+def lossless(model, ids, made: list[Row], plain: list[Row]) -> dict[str, Any]:
     """Compare with plain decoding; a difference counts where it was no near tie."""
     found = []
-    for number, (row, other) in enumerate(zip(rows, plain, strict=True)):
+    for number, (row, other) in enumerate(zip(made, plain, strict=True)):
         if row.token_ids == other.token_ids:
             continue
         place = compare.first_difference(row.token_ids, other.token_ids)
@@ -148,71 +240,5 @@ def lossless(model, ids, rows: list[Row], plain: list[Row]) -> dict[str, Any]:
     return {"prompts": len(ids), "differences": found, "counted": counted}
 
 
-def measure(entries: list[dict], rows: list[Row]) -> dict[str, Any]:
-    """Return acceptance over all rows, by source and by category."""
-    groups = {"all": rows}
-    for name in ("source", "category"):
-        for value in sorted({entry[name] for entry in entries}):
-            pairs = zip(entries, rows, strict=True)
-            groups[value] = [row for entry, row in pairs if entry[name] == value]
-    return {name: summary(group) for name, group in groups.items()}
-
-
-def summary(rows: list[Row]) -> dict[str, Any]:
-    """Return mean accept lengths with 95 % bootstrap intervals over prompts."""
-    fields: dict[str, Any] = {
-        "prompts": len(rows),
-        "tokens": sum(len(row.token_ids) for row in rows),
-    }
-    for name in ("lengths", "unlooped"):
-        steps = [getattr(row, name) for row in rows]
-        mean, interval = bootstrap(steps)
-        fields[name] = {
-            "mean": mean,
-            "interval": interval,
-            "steps": sum(map(len, steps)),
-        }
-    return fields
-
-
-def bootstrap(steps: list[list[int]]) -> tuple[float | None, list[float] | None]:
-    """Return the mean over all steps, and its interval when prompts are redrawn."""
-    sums, counts = (np.array([f(s) for s in steps], float) for f in (sum, len))
-    if not counts.sum():
-        return None, None
-    drawn = np.random.default_rng(0).integers(len(steps), size=(RESAMPLES, len(steps)))
-    means = sums[drawn].sum(1) / np.maximum(counts[drawn].sum(1), 1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return round(sums.sum() / counts.sum(), 4), [round(low, 3), round(high, 3)]
-
-
-def texts(model, entries, rows: list[Row], samples: int) -> list[dict[str, Any]]:
-    """Return the first texts of each category, those of hand-written prompts first."""
-    kept: dict[str, list] = {}
-    pairs = zip(entries, rows, strict=True)
-    for entry, row in sorted(pairs, key=lambda pair: pair[0]["source"] == "generated"):
-        group = kept.setdefault(entry["category"], [])
-        if len(group) < samples:
-            text = model.tokenizer.decode(row.token_ids)
-            group.append({"prompt": entry["turns"][0], "text": text})
-    return [{"category": name, "texts": group} for name, group in kept.items()]
-
-
-def show(trees: dict[str, dict]) -> None:
-    """Print mean accept lengths by group, all steps / before loops."""
-
-    def cell(found: dict[str, Any]) -> str:
-        means = (found[name]["mean"] for name in ("lengths", "unlooped"))
-        return " / ".join("none" if mean is None else f"{mean:.2f}" for mean in means)
-
-    table = rich_table.Table("prompts", *trees)
-    for group, found in next(iter(trees.values())).items():
-        if "lengths" in found:
-            table.add_row(group, *(cell(fields[group]) for fields in trees.values()))
-    differ = (str(fields["lossless"]["counted"]) for fields in trees.values())
-    table.add_row("differ from plain", *differ)
-    rich_console.Console().print(table)
-
-
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    sys.exit(main())

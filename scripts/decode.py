@@ -3,6 +3,8 @@
     python scripts/decode.py --prompt "Tell me a story about a lantern." --stream
     python scripts/decode.py --tree 1,1,1 --compare --json result.json
     python scripts/decode.py --model FOLDER --prompt-ids 1,2,3 --commit store-all
+    python scripts/decode.py --drafter dynamic --tree chain5 --nodes 16
+    python scripts/decode.py --drafter external --draft-model tiny --tree 1,1,1
 
 Exit status: 0, or 2 for a wrong argument, with one line on stderr that says what is
 wrong and what is allowed; nothing is computed or written then.
@@ -12,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import jax
 from rich import console as rich_console
 
 from scripts.decoding import (
@@ -24,7 +27,7 @@ from scripts.decoding import (
     result,
     text,
 )
-from treewy_jax import drafters
+from treewy_jax import drafters, mesh
 from treewy_jax import generate as generation_lib
 
 
@@ -32,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     try:
         chosen = options.parse(arguments)
+        if chosen.distributed is not None:
+            mesh.join(chosen.distributed)
         outputs.check(chosen)
         asked = request.prepare(chosen)
     except (ValueError, NotImplementedError, OSError) as error:
@@ -39,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"decode.py: error: {message}", file=sys.stderr)
         return 2
     found = decode(asked, chosen)
+    if jax.process_index() > 0:
+        return 0
     report.show(found, asked, chosen, rich_console.Console(highlight=False))
     outputs.write(found, asked, chosen)
     return 0

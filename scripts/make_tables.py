@@ -108,7 +108,7 @@ def planned() -> str:
                 f"{best['difference']:+.2f} ({low:+.2f} to {high:+.2f})",
             ]
         )
-    header = ["depth at most", "nodes", "expected", "measured"]
+    header = ["depth at most", "nodes", "expected", "on prompts80"]
     header += ["best by widths", "it accepts", "difference (95 %)"]
     return markdown(header, rows)
 
@@ -266,6 +266,17 @@ def whole_steps() -> str:
     return markdown([*header, "peak, GiB"], rows)
 
 
+def compiled_peaks() -> str:
+    """Peak bytes a device of the 397B model's step, by lifecycle and tree."""
+    found: dict[str, dict[int, str]] = {}
+    for row in read("compiled/qwen3.5-397b-a17b_B200x8")["rows"]:
+        gib = f"{row['peak'] / 2**30:.1f}"
+        found.setdefault(row["commit"], {})[row["nodes"]] = gib
+    sizes = (4, 15, 40)
+    rows = [[name, *(found[name].get(n, "") for n in sizes)] for name in found]
+    return markdown(["GiB a device", *(f"n = {n}" for n in sizes)], rows)
+
+
 OTHERS = ("decode", "chunk_prefill", "gdn_front", "grouped_matmul", "tree_attention")
 
 
@@ -303,6 +314,8 @@ def _time(row: dict[str, Any]) -> str:
 
 TABLES = {
     acceptance: "README.md",
+    shapes: "scripts/results/README.md",
+    planned: "scripts/results/README.md",
     memory_a_sequence: "README.md",
     validation: "models/pretrained/tiny/README.md",
     verification_in_short: "README.md",
@@ -310,6 +323,7 @@ TABLES = {
     other_kernels: "scripts/results/README.md",
     commits: "scripts/results/README.md",
     peers: "scripts/results/README.md",
+    compiled_peaks: "scripts/results/README.md",
     steps: "scripts/results/README.md",
     whole_steps: "scripts/results/README.md",
 }

@@ -92,7 +92,8 @@ def generate(
     Args:
         model: from `models.load`.
         prompts: one sequence of ids, or several of any lengths.
-        tree: widths `(3, 3, 3)` or `"3,3,3"`, `"none"`, or a `DraftTree`. Not used when
+        tree: widths `(3, 3, 3)` or `"3,3,3"`, `"none"`, a chain by name such as
+            `"chain3+leaf"` (see `tree.parse`), or a `DraftTree`. Not used when
             `drafter` is given.
         max_new_tokens: budget of each row.
         drafter: None drafts with the model's MTP head.
@@ -152,11 +153,11 @@ def generate(
 
 
 def as_tree(tree: tree_lib.DraftTree | Sequence[int] | str) -> tree_lib.DraftTree:
-    """Return the tree that `tree` describes, of at most 64 nodes if by widths."""
+    """Return the tree that `tree` describes, of at most 64 nodes if in words."""
     if isinstance(tree, tree_lib.DraftTree):
         return tree
     if isinstance(tree, str):
-        tree = tree_lib.parse_widths(tree, N_MAX)
+        return tree_lib.parse(tree, N_MAX)
     tree_lib.DraftTree.from_widths(tree, n_max=N_MAX)
     return tree_lib.DraftTree.from_widths(tree)
 

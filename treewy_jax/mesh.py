@@ -4,9 +4,8 @@
         ...
 
 The axes are `data` (rows of the batch), `tensor` (heads) and `expert` (experts), see
-treewy_jax.sharding. One program runs on all processes: each calls
-`jax.distributed.initialize` first, makes the same mesh over the devices of all, and
-passes the same arguments.
+treewy_jax.sharding. One program runs on all processes: each calls `join` first, makes
+the same mesh over the devices of all, and passes the same arguments.
 """
 
 import contextlib
@@ -23,6 +22,33 @@ from jax.sharding import AxisType, Mesh
 AXES = ("data", "tensor", "expert")
 
 AnyMesh = Mesh | jax.sharding.AbstractMesh
+
+
+def join(text: str) -> None:
+    """Join the processes that run one program; to be called before JAX first computes.
+
+    Args:
+        text: "HOST:PORT,PROCESSES,NUMBER": where the first process listens, how many
+            there are, and which of them this is, from 0; or "auto", where the cluster
+            tells (`jax.distributed.initialize` asks Slurm, Open MPI, Kubernetes).
+
+    Raises:
+        ValueError: another text, or no cluster that tells.
+    """
+    found = re.fullmatch(r"([^\s,]+:[0-9]{1,5}),([0-9]{1,6}),([0-9]{1,6})", text)
+    if found is None and text != "auto":
+        raise ValueError(
+            f"distributed {text!r}: allowed are HOST:PORT,PROCESSES,NUMBER and auto"
+        )
+    if found is not None and int(found[3]) >= int(found[2]):
+        raise ValueError(
+            f"distributed {text!r}: process {found[3]} of {found[2]}; numbers from 0 "
+            "and below that are allowed"
+        )
+    if found is None:
+        jax.distributed.initialize()
+    else:
+        jax.distributed.initialize(found[1], int(found[2]), int(found[3]))
 
 
 def parse(text: str) -> dict[str, int]:

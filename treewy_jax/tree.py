@@ -83,6 +83,31 @@ class DraftTree:
         return cls.from_parents(range(-1, drafts), n_max=n_max, batch=batch)
 
     @classmethod
+    def chain_with_leaves(
+        cls,
+        drafts: int,
+        *,
+        leaves: int | None = None,
+        n_max: int | None = None,
+        batch: int = 1,
+    ) -> "DraftTree":
+        """Build a chain with the runner-up beside each of its first `leaves` drafts.
+
+        The runner-up is the second child of its parent and has none. It needs no more
+        passes of a drafter than the chain. None puts one at every level:
+        n = 1 + drafts + leaves. Raises ValueError for leaves outside [0, drafts].
+        """
+        chain = cls.chain(drafts).parent.tolist()
+        leaves = drafts if leaves is None else leaves
+        if not _is_int(leaves) or not 0 <= leaves <= drafts:
+            raise ValueError(
+                f"leaves is {leaves!r}; None or an int from 0 to {drafts} is allowed"
+            )
+        # In preorder the leaf of the deepest level comes first.
+        parents = chain + list(reversed(range(leaves)))
+        return cls.from_parents(parents, n_max=n_max, batch=batch)
+
+    @classmethod
     def from_parents(
         cls,
         parents: Sequence[int],
@@ -187,6 +212,15 @@ class DraftTree:
         with self._evaluated_if_known():
             return jnp.max(self.depth(), axis=-1)
 
+    def rank(self) -> Int[Array, "B n"]:
+        """Return each node's place among its siblings (root and padding: 0)."""
+        with self._evaluated_if_known():
+            parent = self.parents()
+            earlier = jnp.tri(self.n_max, k=-1, dtype=bool)
+            earlier &= parent[:, :, None] == parent[:, None]
+            place = jnp.sum(earlier, axis=-1, dtype=jnp.int32)
+            return jnp.where(parent < 0, 0, place)
+
     def _evaluated_if_known(self) -> contextlib.AbstractContextManager:
         """Make what follows constants of the program where the tree is one."""
         traced = (isinstance(x, jax.core.Tracer) for x in (self.parent, self.size))
@@ -258,6 +292,30 @@ class DraftTree:
 jax.tree_util.register_dataclass(
     DraftTree, data_fields=["tokens", "parent", "size"], meta_fields=["depth_max"]
 )
+
+
+def parse(text: str, n_max: int = 64) -> DraftTree:
+    """Read a topology: what `parse_widths` reads, or a chain by its name.
+
+    chain4 is 1,1,1,1; chain4+leaf has the runner-up of the first draft beside it,
+    chain4+leaves that of every draft. Raises ValueError as `parse_widths` does.
+    """
+    text = text.strip()
+    if not text.startswith("chain"):
+        return DraftTree.from_widths(parse_widths(text, n_max))
+    named = re.fullmatch(r"chain([1-9][0-9]{0,8})(\+leaf|\+leaves)?", text)
+    if named is None:
+        raise ValueError(
+            f"tree {text[:40]!r}: of chains, names such as chain4, chain4+leaf and "
+            "chain4+leaves are allowed"
+        )
+    drafts = int(named[1])
+    leaves = {None: 0, "+leaf": 1, "+leaves": drafts}[named[2]]
+    try:
+        _check_envelope(1 + drafts + leaves, n_max)
+    except ValueError as error:
+        raise ValueError(f"tree {text!r}: {error}") from None
+    return DraftTree.chain_with_leaves(drafts, leaves=leaves)
 
 
 def parse_widths(text: str, n_max: int = 64) -> tuple[int, ...]:

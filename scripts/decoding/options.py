@@ -30,7 +30,9 @@ class Options:
     """Writes text by verifying trees of drafted tokens, and shows what that saved."""
 
     tree: str = "3,3,3"
-    """Children of each node, level by level; none verifies the newest token alone."""
+    """Children of each node, level by level; none verifies the newest token alone.
+    chain3+leaf is a chain of 3 with the runner-up of its first token beside it,
+    chain3+leaves with that of each. Or FILE.json[:NODES] of plan_tree.py."""
     model: str = "tiny"
     """The model that ships (tiny), or a Hugging Face folder of Qwen3.5."""
     random_weights: bool = False
@@ -68,8 +70,8 @@ class Options:
     presence_penalty: float = 0.0
     """Taken off the logits of tokens that occurred before, the prompt included."""
     accept: Literal["match", "greedy", "rejection", "block", "traversal"] = "match"
-    """Which drafts join the text; the last three draw the drafts of mtp, and block
-    takes chains only. All keep the distribution of the model."""
+    """Which drafts join the text; the last three draw the drafts of mtp or
+    external, and block takes chains only. All keep the distribution of the model."""
     seed: int = 0
     """Of the samples: a draw depends on it, the prompt's number and the position."""
     stream: bool = False
@@ -80,13 +82,24 @@ class Options:
     """Storage of the recurrent states; by default what the model's config says."""
     impl: str = "auto"
     """Implementation of verify; auto takes the fastest that runs here."""
-    drafter: Literal["mtp", "ngram"] = "mtp"
-    """mtp: the model's head. ngram: earlier text, a chain a node of level one."""
+    drafter: Literal["mtp", "dynamic", "ngram", "suffix", "external"] = "mtp"
+    """mtp: the model's head. dynamic: the same, its most probable nodes. ngram: earlier
+    text, a chain a node of level one; suffix: all of it in one tree. external: the
+    model of --draft-model. Trees are as deep as --tree."""
+    nodes: int | None = None
+    """Nodes of the trees of dynamic and suffix, the root included; by default as many
+    as --tree has."""
+    draft_model: str | None = None
+    """The model that external drafts with: tiny, or a folder, of the same tokens."""
     n_max: int = 64
     """Largest number of nodes that a tree may have, the root included."""
     mesh: str | None = None
     """Devices to spread the model over, such as tensor=8 or data=2,tensor=4: rows over
     data, heads over tensor, experts over expert and tensor. By default one device."""
+    distributed: str | None = None
+    """Run --mesh over the devices of several processes, each started alike with
+    HOST:PORT,PROCESSES,NUMBER: where the first listens, how many, which one from 0. Or
+    auto, where the cluster tells. The first one prints and writes files."""
     compare: bool = False
     """Decode without drafts as well and report the first difference, if any."""
     json: pathlib.Path | None = None
@@ -135,6 +148,11 @@ def _check(options: Options) -> None:
         )
     if options.layers is not None and not options.random_weights:
         raise ValueError("--layers: only allowed with --random-weights")
+    _check_drafter(options)
+    if options.distributed is not None and options.mesh is None:
+        raise ValueError("--distributed: needs --mesh, over the devices of all")
+    if options.distributed is not None and options.stream:
+        raise ValueError("--distributed and --stream: only one of them is allowed")
     if options.compare and options.temperature > 0:
         if options.accept in ("rejection", "block", "traversal"):
             raise ValueError(
@@ -146,6 +164,25 @@ def _check(options: Options) -> None:
         raise ValueError(f"n_max={options.n_max}: must be 1 or more")
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"seed={options.seed}: must lie in [0, 2**32)")
+
+
+def _check_drafter(options: Options) -> None:
+    """Refuse options of other drafters than the one that is named."""
+    name, nodes = options.drafter, options.nodes
+    if nodes is not None and name not in ("dynamic", "suffix"):
+        raise ValueError(
+            f"--nodes: only allowed with --drafter dynamic or suffix, not {name}"
+        )
+    if nodes is not None and not 2 <= nodes <= options.n_max:
+        raise ValueError(
+            f"--nodes {nodes}: must lie between 2 and n_max={options.n_max}"
+        )
+    if options.draft_model is not None and name != "external":
+        raise ValueError(
+            f"--draft-model: only allowed with --drafter external, not {name}"
+        )
+    if options.draft_model is None and name == "external":
+        raise ValueError("--drafter external: needs --draft-model, tiny or a folder")
 
 
 def _one_line(box: str) -> str:

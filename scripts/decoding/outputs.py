@@ -11,7 +11,7 @@ The JSON result has these fields. Of one prompt they are plain; of several, thos
     accept_length_histogram   {"1": steps, ...} of the same steps
     seconds, tokens_per_second   wall time with compilation, and without warm-up
     state_bytes           {scheme: {part: bytes}}; records of the unused one computed
-    tree                  nodes, and their parents
+    tree                  nodes, and their parents; null where they change each step
     verify                which implementation ran, and why no faster one
     device, versions, options
     compare               with --compare: equal, differences (row, index, token,
@@ -108,7 +108,7 @@ def as_json(
         "state_bytes": result.state_bytes(generation, asked, options.commit),
         "tree": {
             "nodes": asked.tree.n_max,
-            "parents": np.asarray(asked.tree.parent).tolist(),
+            "parents": _parents(asked),
         },
         "verify": asked.verify,
         "device": reporting.device(),
@@ -118,6 +118,12 @@ def as_json(
     if found.plain is not None:
         fields["compare"] = _compared(found.plain)
     return fields
+
+
+def _parents(asked: request.Request) -> list[int] | None:
+    """Return the parents of the nodes; None where they change from step to step."""
+    parents = np.asarray(asked.tree.parent).tolist()
+    return None if len(parents) > 1 and max(parents) < 0 else parents
 
 
 def _compared(plain: result.Plain) -> dict[str, Any]:

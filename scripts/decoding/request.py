@@ -8,11 +8,10 @@ import models
 from models.qwen3_5 import sharding as model_sharding
 from pallas_kernels.history_verify import spec as history_specs
 from pallas_kernels.tree_verify import spec as specs
+from scripts.decoding import drafting, prompt, topology
 from scripts.decoding import options as options_lib
-from scripts.decoding import prompt
 from treewy_jax import accept, drafters, history, sampling, sharding, verify
 from treewy_jax import commit as commit_lib
-from treewy_jax import generate as generation_lib
 from treewy_jax import mesh as mesh_lib
 from treewy_jax import prompts as prompts_lib
 from treewy_jax import tree as tree_lib
@@ -23,7 +22,7 @@ class Request:
     """A model, prompts, and how to decode them.
 
     Attributes:
-        tree: topology of what is verified each step.
+        tree: topology of what is verified each step; parents are -1 where it changes.
         dtype: of weights and activations.
         state_dtype: storage of the recurrent states.
         horizon, record_dtype: of histories, where the lifecycle keeps one.
@@ -58,9 +57,8 @@ def prepare(options: options_lib.Options) -> Request:
         repetition_penalty=options.repetition_penalty,
         presence_penalty=options.presence_penalty,
     )
-    widths = tree_lib.parse_widths(options.tree, options.n_max)
-    tree_lib.DraftTree.from_widths(widths, n_max=options.n_max)
-    _lifecycle(options, tree_lib.DraftTree.from_widths(widths))
+    tree = topology.read(options.tree, options.n_max)
+    _lifecycle(options, tree)
     texts = prompt.texts(options)
     mesh = None if options.mesh is None else mesh_lib.make(options.mesh)
     mesh_lib.check_batch(len(texts or [options.prompt_ids]), mesh)
@@ -74,7 +72,7 @@ def prepare(options: options_lib.Options) -> Request:
     prompts_lib.check_budget(
         prompts, options.max_new_tokens, config.max_position_embeddings
     )
-    tree, drafter = _draft(widths, options, config)
+    tree, drafter = drafting.make(tree, options, model, prompts)
     accept.by_name(options.accept).check(drafter, chosen)
     state_dtype = options.state_dtype or config.mamba_ssm_dtype
     impl = options.impl.replace("-", "_")
@@ -130,20 +128,6 @@ def _explain(spec, lifecycle) -> str:
     )
     table = history.IMPLEMENTATIONS
     return table.explain(behind, table.nearest(lifecycle.impl))
-
-
-def _draft(widths, options, config) -> tuple[tree_lib.DraftTree, drafters.Drafter]:
-    """Return the topology and the drafter that fills it."""
-    if widths and options.drafter == "ngram":
-        branches, depth = widths[0], len(widths)
-        chain = lambda first: [0, *range(first, first + depth - 1)]  # noqa: E731
-        starts = range(1, 1 + branches * depth, depth)
-        parents = [-1, *(parent for first in starts for parent in chain(first))]
-        tree = tree_lib.DraftTree.from_parents(parents)
-        return tree, drafters.NgramDrafter(branches=branches, depth=depth)
-    tree = tree_lib.DraftTree.from_widths(widths)
-    sampled = accept.by_name(options.accept).needs_draft
-    return tree, generation_lib.default_drafter(tree, config, sampled=sampled)
 
 
 def _spec(config, tree, batch, dtype, state_dtype, mesh) -> specs.Spec:

@@ -4,40 +4,23 @@ Level d+1 holds the top tokens of every level-d node that has children. A node a
 d >= 1 runs the head on (its token, the head's output at its parent), one position
 further than its parent, over the head's KV of the text and of the node's ancestors.
 Leaves are not run. A sampled tree draws the children of a node without replacement in
-place of the best ones, by Gumbel top-k: Kool et al. (2019), arXiv:1903.06059, with the
-settings of the request. After acceptance the head is rerun over the accepted tokens
-with the target's hidden states, which overwrites what drafting only guessed.
+place of the best ones (`gumbel`), with the settings of the request. What goes on before
+and after drafting is in `mtp_head`.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from treewy_jax import accept, pytree, sharding, slots
+from treewy_jax import pytree, sharding
 from treewy_jax import sampling as sampling_lib
 from treewy_jax import tree as tree_lib
-from treewy_jax.drafters import protocol
+from treewy_jax.drafters import gumbel, mtp_head
 
-
-class MTPState(NamedTuple):
-    """The head's own decode state.
-
-    Attributes:
-        key: rotated keys of the head's attention layer; `length` slots are filled.
-        value: their values.
-        length: pairs run with the target's hidden states, as many as tokens verified.
-        seed: the head's output for the newest pair; level 1 is its top tokens.
-        tokens: the tree proposed last.
-    """
-
-    key: Float[Array, "B S kv D"]
-    value: Float[Array, "B S kv D"]
-    length: Int[Array, " B"]
-    seed: Float[Array, "B H"]
-    tokens: Int[Array, "B n"]
+MTPState = mtp_head.MTPState
 
 
 @pytree.dataclass
@@ -123,34 +106,15 @@ class MTPDrafter:
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundMTPDrafter:
+class BoundMTPDrafter(mtp_head.BoundHead):
     """An `MTPDrafter` with a head to run; lives inside one traced function."""
 
     plan: MTPDrafter
-    head: protocol.DraftHead
-
-    def bind(self, target):
-        return self
 
     @property
     def sampled(self) -> bool:
         """Are children drawn?"""
         return self.plan.sampled
-
-    def start(self, tokens, lengths, hidden, next_token, capacity) -> MTPState:
-        """Run the head over the prompt's pairs (x_{t+1}, h_t), t < length."""
-        batch, length = tokens.shape
-        last = lengths[:, None] - 1
-        at = jnp.arange(length)[None]
-        shifted = jnp.roll(tokens, -1, axis=1)
-        follow = jnp.where(at == last, next_token[:, None], shifted)
-        positions = jnp.broadcast_to(at, tokens.shape)
-        m, kv = self.head.prefill(follow, hidden, positions)
-        spare = ((0, 0), (0, capacity - length), (0, 0), (0, 0))
-        key, value = (jnp.pad(rows, spare) for rows in kv)
-        seed = jnp.take_along_axis(m, last[..., None], axis=1)[:, 0]
-        drafted = jnp.zeros((batch, self.plan.parent.shape[0]), jnp.int32)
-        return MTPState(key, value, lengths, seed, drafted)
 
     def propose(self, state: MTPState, root, base):
         """Expand the topology breadth-first into preorder slots."""
@@ -163,7 +127,7 @@ class BoundMTPDrafter:
 
     def _expand(self, state, root, base, draws):
         plan, batch = self.plan, root.shape[0]
-        n = plan.parent.shape[0]
+        n = plan.n_max
         tokens = jnp.zeros((batch, n), jnp.int32).at[:, 0].set(root)
         outputs = jnp.zeros((batch, n, state.seed.shape[-1]), state.seed.dtype)
         outputs = outputs.at[:, 0].set(state.seed)
@@ -176,7 +140,10 @@ class BoundMTPDrafter:
                 outputs = outputs.at[:, level].set(m, mode="drop")
             scores = self.head.logits(m)
             if draws is not None:
-                scores, drawn_from = self._perturb(scores, tokens, level, draws)
+                ancestors = plan.ancestors[level][None]
+                scores, drawn_from = gumbel.perturb(
+                    scores, tokens, ancestors, level, draws
+                )
                 if log_probs is None:
                     log_probs = jnp.zeros((batch, n, scores.shape[-1]))
                 log_probs = log_probs.at[:, level].set(drawn_from, mode="drop")
@@ -189,57 +156,14 @@ class BoundMTPDrafter:
         )
         return tree, log_probs, state._replace(tokens=tokens)
 
-    def update(self, state: MTPState, accepted: accept.Accepted, hidden) -> MTPState:
-        """Rerun the head over the accepted pairs with the target's hidden states."""
-        path, count = accepted.path, accepted.count
-        rows = path.shape[1]
-        tokens = accepted.emitted(state.tokens)
-        hidden = jnp.take_along_axis(hidden, path[..., None], axis=1)
-        positions = state.length[:, None] + jnp.arange(rows)
-        mask = jnp.broadcast_to(jnp.tri(rows, dtype=bool), (path.shape[0], rows, rows))
-        prefix = (state.key, state.value)
-        m, kv = self.head.extend(tokens, hidden, positions, prefix, state.length, mask)
-        key, value = (
-            slots.append(old, new, count, state.length)
-            for old, new in zip(prefix, kv, strict=True)
-        )
-        newest = jnp.maximum(count - 1, 0)[:, None, None]
-        seed = jnp.take_along_axis(m, newest, axis=1)[:, 0]
-        seed = jnp.where((count > 0)[:, None], seed, state.seed)
-        return MTPState(key, value, state.length + count, seed, state.tokens)
-
     def _run(self, state, level, seen, depth, tokens, outputs, base, kv):
         """Run the head on one level's nodes; `kv` and `seen` grow level by level."""
         plan = self.plan
         mask = plan.ancestors[level][:, seen]
-        mask &= (level < plan.parent.shape[0])[:, None]
-        batch = tokens.shape[0]
-        return self.head.extend(
-            tokens[:, level],
-            outputs[:, plan.parent[level]],
-            jnp.broadcast_to((base + depth - 1)[:, None], (batch, level.shape[0])),
-            (state.key, state.value),
-            state.length,
-            jnp.broadcast_to(mask, (batch, *mask.shape)),
-            kv,
-        )
-
-    def _perturb(self, logits, tokens, level, draws):
-        """Return scores whose best are drawn in turn, and the log-probabilities.
-
-        Tokens that cannot be drawn follow all others, the better ones first.
-        """
-        if draws.seen is not None:
-            ancestors = self.plan.ancestors[level][None]
-            seen = sampling_lib.seen_on_paths(draws.seen, tokens, ancestors)
-            logits = sampling_lib.penalise(logits, seen, draws.sampling)
-        log_probs = sampling_lib.log_probabilities(logits, draws.sampling)
-        noise = draws.gumbel(sampling_lib.DRAFT, level, logits.shape[-1])
-        logits = logits.astype(jnp.float32)
-        below_best = logits - jnp.max(logits, axis=-1, keepdims=True)
-        others = jnp.clip(below_best, -1e3) - 1e3
-        possible = jnp.exp(log_probs) > 0
-        return jnp.where(possible, log_probs + noise, others), log_probs
+        mask &= (level < plan.n_max)[:, None]
+        mask = jnp.broadcast_to(mask, (tokens.shape[0], *mask.shape))
+        above = outputs[:, plan.parent[level]]
+        return self.run_level(state, tokens[:, level], above, depth, base, mask, kv)
 
     def _choose_children(self, tokens, level, logits):
         """Give the children of `level`'s nodes the best tokens by their rank."""

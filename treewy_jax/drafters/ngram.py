@@ -5,22 +5,14 @@ most recent continuations whose first tokens differ, each a chain.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from treewy_jax import accept, pytree, slots
+from treewy_jax import accept, pytree
 from treewy_jax import tree as tree_lib
-
-
-class NgramState(NamedTuple):
-    """The text so far, the root included: `length` + 1 tokens of `text` are valid."""
-
-    text: Int[Array, "B S"]
-    length: Int[Array, " B"]
-    tokens: Int[Array, "B n"]
+from treewy_jax.drafters import text as text_lib
 
 
 @pytree.dataclass
@@ -53,15 +45,15 @@ class NgramDrafter:
     def bind(self, target):
         return self
 
-    def start(self, tokens, lengths, hidden, next_token, capacity) -> NgramState:
+    def start(
+        self, tokens, lengths, hidden, next_token, capacity
+    ) -> text_lib.TextState:
         """Keep the prompt and the first token."""
-        text = jnp.pad(tokens, ((0, 0), (0, capacity + 1 - tokens.shape[1])))
-        one = jnp.ones_like(lengths)
-        text = slots.append(text, next_token[:, None], one, lengths)
-        drafted = jnp.zeros((tokens.shape[0], self.n_max), jnp.int32)
-        return NgramState(text, lengths, drafted)
+        return text_lib.start(
+            tokens, lengths, next_token, capacity=capacity, nodes=self.n_max
+        )
 
-    def propose(self, state: NgramState, root, base):
+    def propose(self, state: text_lib.TextState, root, base):
         """Find the best continuations of the newest tokens and chain them."""
         find = jax.vmap(lambda text, length: self._branches(text, length))
         chains, found = find(state.text, state.length)
@@ -78,16 +70,14 @@ class NgramDrafter:
         )
         return tree, state._replace(tokens=tokens)
 
-    def update(self, state: NgramState, accepted: accept.Accepted, hidden):
+    def update(self, state: text_lib.TextState, accepted: accept.Accepted, hidden):
         """Append what was emitted."""
-        emitted = accepted.emitted(state.tokens)
-        text = slots.append(state.text, emitted, accepted.count, state.length + 1)
-        return NgramState(text, state.length + accepted.count, state.tokens)
+        return text_lib.grow(state, accepted)
 
     def _branches(self, text: Int[Array, " S"], length: Int[Array, ""]):
         """Return [branches, depth] tokens and how many branches were found."""
         at = jnp.arange(text.shape[0])
-        score = self._match_length(text, length) * text.shape[0] + at
+        score = text_lib.match_length(text, length, self.match) * text.shape[0] + at
         fits = (at < length) & (score >= text.shape[0])
         first = jnp.roll(text, -1)
         chains, found = [], jnp.int32(0)
@@ -98,15 +88,3 @@ class NgramDrafter:
             found += jnp.any(fits).astype(jnp.int32)
             fits &= first != chain[0]
         return jnp.stack(chains), found
-
-    def _match_length(self, text, length):
-        """How many tokens up to each place equal those at the end of the text."""
-        run = jnp.ones(text.shape[0], bool)
-        total = jnp.zeros(text.shape[0], jnp.int32)
-        for back in range(self.match):
-            newest = text[jnp.maximum(length - back, 0)]
-            here = jnp.roll(text, back)
-            run &= (here == newest) & (jnp.arange(text.shape[0]) >= back)
-            run &= length >= back
-            total += run
-        return total

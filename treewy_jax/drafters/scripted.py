@@ -66,7 +66,7 @@ class ScriptedDrafter:
         on_path = jnp.take_along_axis(ancestors, goal[..., None], axis=1)[:, 0]
         place = jnp.minimum(state.told[:, None] + depth, self.script.shape[1] - 1)
         right = slots.take(self.script, place)
-        wrong = (right + 1 + _sibling_rank(self.tree)) % self.vocab_size
+        wrong = (right + 1 + self.tree.rank()) % self.vocab_size
         tokens = jnp.where(on_path, right, wrong).astype(jnp.int32)
         tokens = tokens.at[:, 0].set(root)
         return self.tree.with_tokens(tokens), state._replace(tokens=tokens)
@@ -76,11 +76,3 @@ class ScriptedDrafter:
         moved = (accepted.count > 0).astype(jnp.int32)
         told = state.told + accepted.count
         return ScriptedState(told, state.step + moved, state.tokens)
-
-
-def _sibling_rank(tree: tree_lib.DraftTree) -> Int[Array, "B n"]:
-    """Each node's place among the children of its parent."""
-    parent = tree.parents()
-    same = parent[:, :, None] == parent[:, None, :]
-    earlier = jnp.tri(parent.shape[1], k=-1, dtype=bool)
-    return jnp.sum(same & earlier, axis=-1)

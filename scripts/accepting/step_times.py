@@ -1,0 +1,102 @@
+"""Step times of one setting from a file of bench_step.py, by batch."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from scripts.benching import step_store
+from scripts.decoding import topology
+from treewy_jax import planning
+
+# What a file may mix, and what therefore may have to be chosen.
+SETTINGS = {
+    "model": "model",
+    "layers": "layers",
+    "dtype": "dtype",
+    "state_dtype": "state-dtype",
+    "lifecycle": "commit",
+    "horizon": "horizon",
+    "context": "context",
+    "router": "router",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Step times of the batches that were measured, in between by straight lines."""
+
+    batches: tuple[int, ...]
+    fits: tuple[planning.StepTimes, ...]
+
+    def at(self, batch: int, nodes: int, depth: int) -> float:
+        """Return the milliseconds of a step."""
+        return float(
+            np.interp(batch, self.batches, [fit(nodes, depth) for fit in self.fits])
+        )
+
+    def check(self, batch: int) -> None:
+        """Raise ValueError for a batch outside of what was measured."""
+        if not self.batches[0] <= batch <= self.batches[-1]:
+            raise ValueError(
+                f"batch is {batch}; the step times are of {self.batches[0]} to "
+                f"{self.batches[-1]} rows"
+            )
+
+    def covers(self, nodes: int) -> bool:
+        """Return whether trees as large and as small were timed at every batch."""
+        return all(fit.covers(nodes) for fit in self.fits)
+
+
+def read(path: pathlib.Path, wanted: Mapping[str, Any]) -> tuple[Table, dict[str, Any]]:
+    """Return the times of the entries that have the wanted settings, and these.
+
+    `wanted` maps names of `SETTINGS` to values; None takes what the file has, which
+    then has to be one value.
+
+    Raises:
+        ValueError: no file of step times, no such entry, or a setting left open.
+    """
+    if not path.exists():
+        raise ValueError(f"step-time {path}: no such file")
+    entries = step_store.read_steptime(path)
+    for name, value in wanted.items():
+        if value is not None:
+            known = sorted({str(entry[name]) for entry in entries})
+            entries = [entry for entry in entries if entry[name] == value]
+            if not entries:
+                raise ValueError(
+                    f"step-time {path}: no entry has {SETTINGS[name]} {value}; there "
+                    f"are {', '.join(known) or 'none'}"
+                )
+    if not entries:
+        raise ValueError(f"step-time {path}: it has no entry")
+    settings = {name: _only(path, name, entries) for name in SETTINGS}
+    return _table(path, entries), settings
+
+
+def _only(path, name, entries) -> Any:
+    values = list(dict.fromkeys(entry[name] for entry in entries))
+    if len(values) > 1:
+        listed = ", ".join(map(str, values))
+        raise ValueError(
+            f"step-time {path}: several values of {SETTINGS[name]} ({listed}); choose "
+            f"one with --{SETTINGS[name]}"
+        )
+    return values[0]
+
+
+def _table(path, entries) -> Table:
+    points: dict[int, list[tuple[int, int, float]]] = {}
+    for entry in entries:
+        parents = topology.parents(entry["tree"], n_max=2**16)
+        point = (len(parents), planning.depth_of(parents), float(entry["ms"]))
+        points.setdefault(int(entry["batch"]), []).append(point)
+    try:
+        fits = {batch: planning.StepTimes.fit(of) for batch, of in points.items()}
+    except ValueError as error:
+        raise ValueError(f"step-time {path}: {error}") from None
+    batches = sorted(fits)
+    return Table(tuple(batches), tuple(fits[batch] for batch in batches))
