@@ -141,8 +141,8 @@ def all_trees(widths, vocab, sampling):
     return offer, hits, chance, target
 
 
-def deviation(rule, widths, vocab, sampling, monkeypatch):
-    """Return the total variation distance of the rule's text from the target's."""
+def expected(rule, widths, vocab, sampling, monkeypatch):
+    """Return the text's distribution, the target's, and the mean of drafts accepted."""
     offer, hits, chance, target = all_trees(widths, vocab, sampling)
     node, left, tested = outcomes(rule, offer, jnp.asarray(hits), monkeypatch)
     passed = np.where(hits, tested, 1 - tested)[:, 1:]
@@ -160,6 +160,12 @@ def deviation(rule, widths, vocab, sampling, monkeypatch):
         np.add.at(joint, code.astype(int), new)
         joint = joint.reshape((vocab,) * (accepted + 1))
         total += go_on(joint, follow, len(widths) + 1)
+    return total, wanted, np.sum(chance * (count - 1))
+
+
+def deviation(*case):
+    """Return the total variation distance of the rule's text from the target's."""
+    total, wanted, _ = expected(*case)
     return np.abs(total - wanted).sum() / 2
 
 
@@ -168,6 +174,13 @@ def test_the_text_has_the_targets_distribution(
     rule, widths, vocab, sampling, monkeypatch
 ):
     assert deviation(rule, widths, vocab, sampling, monkeypatch) < TOLERANCE
+
+
+def test_traversal_accepts_more_than_rejection(monkeypatch):
+    for widths, vocab in (((1, 1, 1), 5), ((3, 1), 4)):
+        case = (widths, vocab, Sampling(0.5), monkeypatch)
+        means = [expected(rule, *case)[2] for rule in ("traversal", "rejection")]
+        assert means[0] > 1.02 * means[1] > 0
 
 
 def _not_normalised(q, token):
