@@ -76,7 +76,8 @@ def load(
             and the gated norm are float32 in any case.
         progress: show a bar on stderr.
         mesh: devices to spread the weights over (treewy_jax.mesh), with all of its
-            axes; None: one device.
+            axes; None: one device. Of a tensor that is spread, only the parts that the
+            devices of this process hold are read, one at a time.
 
     Raises:
         ValueError: unknown name, incomplete folder, damaged file, or tensors that do
@@ -187,7 +188,9 @@ class Reader(Protocol):
     def keys(self) -> list[str]: ...
     def shape(self, key: str) -> tuple[int, ...]: ...
     def dtype(self, key: str) -> str: ...
-    def read(self, key: str) -> np.ndarray: ...
+    def read(self, key: str, part: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Return a tensor, or a part of it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +211,9 @@ class FolderReader:
         code = str(self.files[key].get_slice(key).get_dtype())
         return DTYPE_NAMES.get(code, code)
 
-    def read(self, key: str) -> np.ndarray:
-        return self.files[key].get_tensor(key)
+    def read(self, key: str, part: tuple[slice, ...] | None = None) -> np.ndarray:
+        file = self.files[key]
+        return file.get_tensor(key) if part is None else file.get_slice(key)[part]
 
 
 @contextlib.contextmanager

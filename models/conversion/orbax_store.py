@@ -61,8 +61,21 @@ class OrbaxStore:
             for part in tensor.parts():
                 yield _bytes(array[part].read(order="C").result())
         except (ValueError, OSError) as error:
-            reason = str(error).partition(" [tensorstore_spec")[0]
-            raise stored.Damage(f"{self.where(tensor)}: {reason}") from error
+            raise self._damage(tensor, error) from error
+
+    def read_part(
+        self, tensor: stored.Tensor, part: tuple[slice, ...]
+    ) -> Shaped[np.ndarray, "..."]:
+        """Return a part of a tensor; raises Damage where it is not there."""
+        try:
+            array = tensorstore.open(self._spec(tensor), context=_context()).result()
+            return array[part].read(order="C").result()
+        except (ValueError, OSError) as error:
+            raise self._damage(tensor, error) from error
+
+    def _damage(self, tensor: stored.Tensor, error: Exception) -> stored.Damage:
+        reason = str(error).partition(" [tensorstore_spec")[0]
+        return stored.Damage(f"{self.where(tensor)}: {reason}")
 
     def write(self, tensor: stored.Tensor, parts: Iterable[stored.Buffer]) -> None:
         layout = {"chunks": tensor.part_shape, "compressor": None, "order": "C"}
@@ -162,12 +175,16 @@ def restore(
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """`checkpoints.Reader` of an orbax folder; each tensor's checksum is compared."""
+    """`checkpoints.Reader` of an orbax folder; each tensor's checksum is compared.
+
+    Before its first part is returned a tensor is read once from end to end.
+    """
 
     name: str
     store: OrbaxStore
     tensors: Mapping[str, stored.Tensor]
     checksums: Mapping[str, str]
+    compared: set[str] = dataclasses.field(default_factory=set)
 
     def keys(self) -> list[str]:
         return list(self.tensors)
@@ -178,16 +195,33 @@ class Reader:
     def dtype(self, key: str) -> str:
         return self.tensors[key].dtype.name
 
-    def read(self, key: str) -> Shaped[np.ndarray, "..."]:
+    def read(
+        self, key: str, part: tuple[slice, ...] | None = None
+    ) -> Shaped[np.ndarray, "..."]:
         tensor = self.tensors[key]
+        if part is not None:
+            if key not in self.compared:
+                self._compare(tensor)
+            return self.store.read_part(tensor, part)
         out = np.empty(tensor.shape, tensor.dtype.numpy_dtype)
+        self._compare(tensor, out)
+        return out
+
+    def _compare(
+        self, tensor: stored.Tensor, out: Shaped[np.ndarray, "..."] | None = None
+    ) -> None:
+        """Read a tensor in small parts, into `out` where there is one.
+
+        Raises Damage where its checksum differs.
+        """
         total = hashlib.sha256()
         for part, buffer in zip(tensor.parts(), self.store.read(tensor), strict=True):
             total.update(buffer)
-            out[part] = np.frombuffer(buffer, out.dtype).reshape(out[part].shape)
-        if total.hexdigest() != self.checksums[key]:
+            if out is not None:
+                out[part] = np.frombuffer(buffer, out.dtype).reshape(out[part].shape)
+        if total.hexdigest() != self.checksums[tensor.key]:
             raise stored.Damage(f"{self.store.where(tensor)}: its checksum differs")
-        return out
+        self.compared.add(tensor.key)
 
 
 def open_reader(folder: pathlib.Path) -> Reader:

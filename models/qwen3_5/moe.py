@@ -73,7 +73,7 @@ class MoE(nnx.Module):
         weights, experts = lax.top_k(scores, self.top_k)
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         if over:
-            experts, weights = self._own(experts, weights, over)
+            experts = self._own(experts, over)
         routed = grouped_matmul.swiglu_experts(
             rows,
             self.experts.gate_up_proj[...],
@@ -91,18 +91,9 @@ class MoE(nnx.Module):
         return mixed.reshape(x.shape)
 
     def _own(
-        self,
-        experts: Int[Array, "T K"],
-        weights: Float[Array, "T K"],
-        over: tuple[str, ...],
-    ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
-        """Number the experts of this device from 0; those elsewhere weigh nothing.
-
-        A choice of another device's expert names one that is read here in any case.
-        """
+        self, experts: Int[Array, "T K"], over: tuple[str, ...]
+    ) -> Int[Array, "T K"]:
+        """Number the experts of this device from 0; those elsewhere are none here."""
         count = self.experts.down_proj.shape[0]
         local = experts - count * lax.axis_index(over)
-        mine = (local >= 0) & (local < count)
-        some = local.reshape(-1)[jnp.argmax(mine)]
-        spare = jnp.where(jnp.any(mine), some, 0)
-        return jnp.where(mine, local, spare), jnp.where(mine, weights, 0)
+        return jnp.where((local >= 0) & (local < count), local, count)

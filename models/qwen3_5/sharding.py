@@ -10,6 +10,7 @@ kinds of parameters are rearranged, so that a device's part is that of its own h
 A spread model computes what the stored one does; its parameters are not to be saved.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from treewy_jax import mesh as mesh_lib
 from treewy_jax import sharding
 
 Path = tuple[Any, ...]
+Part = tuple[slice, ...]
 Config = config_lib.Qwen3_5Config
 
 # By the end of a parameter's path; others are whole on each device. A letter of heads
@@ -124,12 +126,41 @@ def parameter_sharding(path: Path, config: Config, mesh: Mesh) -> NamedSharding:
 
 
 def place(
-    path: Path, array: Shaped[np.ndarray, "..."], config: Config, mesh: Mesh
+    path: Path,
+    shape: tuple[int, ...],
+    read: Callable[[Part], Shaped[np.ndarray, "..."]],
+    config: Config,
+    mesh: Mesh,
 ) -> jax.Array:
-    """Return a stored parameter on the mesh; a process copies its devices' parts."""
-    array = lay_out(path, array, config, mesh)
+    """Return a stored parameter on the mesh, read part by part.
+
+    A process reads what its devices hold, each part once; one is in memory at a time.
+    What `lay_out` rearranges is read whole.
+
+    Args:
+        shape: as stored.
+        read: returns a part of the stored parameter.
+    """
+    if {"C", "kv"} & set(_letters(path).split()):
+        whole = tuple(slice(0, size) for size in shape)
+        array = lay_out(path, read(whole), config, mesh)
+        shape, read = array.shape, array.__getitem__
     where = parameter_sharding(path, config, mesh)
-    return jax.make_array_from_callback(array.shape, where, lambda part: array[part])
+    holders: dict[Part, list[jax.Device]] = {}
+    for device, part in where.addressable_devices_indices_map(shape).items():
+        holders.setdefault(part, []).append(device)
+    placed = [
+        copy
+        for part, devices in holders.items()
+        for copy in _copies(read(part), devices)
+    ]
+    return jax.make_array_from_single_device_arrays(shape, where, placed)
+
+
+def _copies(array, devices) -> list[jax.Array]:
+    copies = [jax.device_put(array, device) for device in devices]
+    # Or the next part would be read while this one is still in memory.
+    return jax.block_until_ready(copies)
 
 
 def abstract(state: Any, config: Config, mesh: Mesh) -> Any:

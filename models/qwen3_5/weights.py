@@ -6,6 +6,7 @@ prefix of the main model ("model." or "model.language_model.").
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -44,9 +45,10 @@ class Rule:
     theirs: tuple[str, ...]
     load: Callable[[Array], Array]
     save: Callable[[Array], Array]
+    part: Callable[[sharding.Part], sharding.Part]  # of ours -> of theirs
 
 
-def _keep(x: Array) -> Array:
+def _keep(x: Any) -> Any:
     return x
 
 
@@ -54,18 +56,25 @@ def _swap(x: Array) -> Array:
     return np.swapaxes(x, -1, -2)
 
 
+def _swap_part(part: sharding.Part) -> sharding.Part:
+    return (*part[:-2], part[-1], part[-2])
+
+
 RULES = (
-    Rule(("embedding",), ("weight",), _keep, _keep),
-    Rule(("kernel",), ("weight",), _swap, _swap),
+    Rule(("embedding",), ("weight",), _keep, _keep, _keep),
+    Rule(("kernel",), ("weight",), _swap, _swap, _swap_part),
     Rule(
         ("conv1d", "weight"),
         ("conv1d", "weight"),
         lambda x: x[:, 0],
         lambda x: x[:, None],
+        lambda part: (part[0], slice(None), part[1]),
     ),
-    Rule(("experts", "gate_up_proj"), ("experts", "gate_up_proj"), _swap, _swap),
-    Rule(("experts", "down_proj"), ("experts", "down_proj"), _swap, _swap),
-    Rule((), (), _keep, _keep),
+    *(
+        Rule(("experts", name), ("experts", name), _swap, _swap, _swap_part)
+        for name in ("gate_up_proj", "down_proj")
+    ),
+    Rule((), (), _keep, _keep, _keep),
 )
 
 
@@ -107,6 +116,7 @@ def load_weights(
 ) -> Any:
     """Return `abstract_state` filled with the tensors of `reader`, read one by one.
 
+    On a mesh they are read in the parts that devices hold (models.qwen3_5.sharding).
     Accepts the published and the flat prefix, fused and per-expert expert tensors in
     any mix, and a head stored beside tied embeddings. Vision tensors are skipped.
     All names and shapes are compared before the first tensor is read.
@@ -128,15 +138,16 @@ def load_weights(
     _check_tensors(sources, reader, names, config)
     leaves, structure = _flatten(abstract_state)
     with _bar(sum(len(source.tensors) for source in sources), progress) as advance:
-        filled = [
-            _place(
-                path,
-                _read_leaf(source, tuple(leaf.shape), reader, dtype, advance),
-                config,
-                mesh,
+        filled = []
+        for source, (path, leaf) in zip(sources, leaves, strict=True):
+            shape = tuple(leaf.shape)
+            read = functools.partial(_read_leaf, source, shape, reader, dtype)
+            filled.append(
+                jnp.asarray(read())
+                if mesh is None
+                else sharding.place(path, shape, read, config, mesh)
             )
-            for source, (path, leaf) in zip(sources, leaves, strict=True)
-        ]
+            advance(len(source.tensors))
     return jax.tree.unflatten(structure, filled)
 
 
@@ -173,10 +184,17 @@ def _names(reader: checkpoints.Reader) -> _Names:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Where one slot is read: (full name, shape) of its tensors, and their joining."""
+    """Where one slot is read: (full name, shape) of its tensors, and their joining.
+
+    Attributes:
+        reads: returns the names of the tensors that hold a part of the parameter, and
+            which part of each; None stands for all.
+        fill: joins them.
+    """
 
     slot: Slot
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    reads: Callable[[sharding.Part | None], list[tuple[str, sharding.Part | None]]]
     fill: Callable[[Array, Iterator[Array]], None]
 
 
@@ -189,10 +207,15 @@ def _source(slot: Slot, names: _Names) -> _Source:
         ):
             return single
 
+    name = names.find(slot.key)
+
+    def reads(part):
+        return [(name, None if part is None else slot.rule.part(part))]
+
     def fill(out: Array, tensors: Iterator[Array]) -> None:
         out[...] = slot.rule.load(next(tensors))
 
-    return _Source(slot, ((names.find(slot.key), slot.shape),), fill)
+    return _Source(slot, ((name, slot.shape),), reads, fill)
 
 
 def _expert_source(slot: Slot, names: _Names) -> _Source:
@@ -202,14 +225,22 @@ def _expert_source(slot: Slot, names: _Names) -> _Source:
     down = slot.path[-1] == "down_proj"
     parts = ("down_proj",) if down else ("gate_proj", "up_proj")
     shape = (rows // len(parts), columns)
-    keys = (f"{stem}.{i}.{part}.weight" for i in range(experts) for part in parts)
+
+    def keys(numbers):
+        short = (f"{stem}.{i}.{part}.weight" for i in numbers for part in parts)
+        return [names.find(key) for key in short]
+
+    def reads(part):  # an expert is whole on its device
+        numbers = range(experts) if part is None else range(experts)[part[0]]
+        return [(key, None) for key in keys(numbers)]
 
     def fill(out: Array, tensors: Iterator[Array]) -> None:
         for expert in out:  # [in, out]: gate columns, then up columns
             for columns in np.split(expert, len(parts), axis=-1):
                 columns[...] = _swap(next(tensors))
 
-    return _Source(slot, tuple((names.find(key), shape) for key in keys), fill)
+    tensors = tuple((key, shape) for key in keys(range(experts)))
+    return _Source(slot, tensors, reads, fill)
 
 
 def _check_tensors(
@@ -264,39 +295,36 @@ def _read_leaf(
     shape: tuple[int, ...],
     reader: checkpoints.Reader,
     dtype: np.dtype | None,
-    advance: Callable[[], None],
+    part: sharding.Part | None = None,
 ) -> Array:
-    """Read one parameter into one array of its final dtype."""
+    """Read one parameter, or a part of it, into one array of its final dtype."""
     if source.slot.key.endswith(KEEP_FLOAT32):
         dtype = jnp.dtype(jnp.float32)
     if dtype is None:
         dtype = jnp.result_type(*{reader.dtype(key) for key, _ in source.tensors})
 
-    def tensors() -> Iterator[Array]:
-        for key, _ in source.tensors:
-            advance()
-            yield reader.read(key)
-
+    if part is not None:
+        ranges = [range(n)[s] for n, s in zip(shape, part, strict=True)]
+        here = tuple(map(len, ranges))
+        part, shape = (None if here == shape else part), here
     out = np.empty(shape, dtype)
-    source.fill(out, tensors())
+    pieces = (
+        reader.read(key) if piece is None else reader.read(key, piece)
+        for key, piece in source.reads(part)
+    )
+    source.fill(out, pieces)
     return out
 
 
-def _place(path, array, config, mesh) -> jax.Array:
-    if mesh is None:
-        return jnp.asarray(array)
-    return sharding.place(path, array, config, mesh)
-
-
 @contextlib.contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Callable[[], None]]:
+def _bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     if not shown:
-        yield lambda: None
+        yield lambda count: None
         return
     stderr = console.Console(stderr=True)
     with rich_progress.Progress(console=stderr) as bar:
         task = bar.add_task("loading tensors", total=total)
-        yield lambda: bar.advance(task)
+        yield lambda count: bar.advance(task, count)
 
 
 def save_checkpoint(

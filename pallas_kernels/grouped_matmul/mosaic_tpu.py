@@ -55,7 +55,8 @@ def swiglu_experts(
     visits = list_visits(flat, spec=spec, rows=config.rows)
     by_rank = _products(rows, gate_up, down, visits, spec=spec, config=config)
     by_pair = by_rank[jnp.argsort(order)]
-    by_token = by_pair.reshape(*experts.shape, spec.hidden)
+    known = (experts < spec.experts)[..., None]  # of the others nothing is written
+    by_token = jnp.where(known, by_pair.reshape(*experts.shape, spec.hidden), 0)
     scaled = by_token * weights.astype(jnp.float32)[..., None]
     return jnp.sum(scaled, axis=1).astype(x.dtype)
 
@@ -76,7 +77,10 @@ class Visits(NamedTuple):
 
 
 def list_visits(experts: Int[Array, " P"], *, spec: specs.Spec, rows: int) -> Visits:
-    """List the visits of pairs sorted by expert; there are never more than listed."""
+    """List the visits of pairs sorted by expert; there are never more than listed.
+
+    Pairs of no expert come last and are in no visit.
+    """
     blocks = pl.cdiv(spec.pairs, rows)
     visit = jnp.arange(blocks + min(spec.experts, spec.pairs) - 1)
     sizes = jnp.bincount(experts, length=spec.experts)
@@ -87,8 +91,9 @@ def list_visits(experts: Int[Array, " P"], *, spec: specs.Spec, rows: int) -> Vi
     listed = jnp.cumsum(counts)
     # Beyond the end of the list the last expert's last block stays, with no rows.
     used = visit < listed[-1]
-    visit = jnp.minimum(visit, listed[-1] - 1)
+    visit = jnp.clip(visit, 0, jnp.maximum(listed[-1] - 1, 0))
     expert = jnp.searchsorted(listed, visit, side="right")
+    expert = jnp.minimum(expert, spec.experts - 1)  # where no pair has an expert
     block = first[expert] + visit - (listed - counts)[expert]
     start = jnp.maximum(starts[expert] - block * rows, 0)
     end = jnp.minimum(ends[expert] - block * rows, rows)

@@ -39,7 +39,8 @@ def swiglu_experts(
       x: one row a token.
       gate_up: gate in the first half of the columns, up in the second.
       down: the second product of each expert.
-      experts: 0 <= e < E; a token may name an expert twice.
+      experts: 0 <= e; a token may name an expert twice. E or more names none: the
+        choice adds nothing and no row is computed for it.
       weights: of each choice.
       impl: name of an implementation; None or "auto" takes the best that runs here.
       config: how a kernel is cut; None takes the tuned or guessed one.

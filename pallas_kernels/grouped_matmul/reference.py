@@ -17,7 +17,8 @@ def swiglu_experts(
 
     y_t = sum_k weights[t, k] * down_e(silu(gate_e x_t) * up_e x_t), e = experts[t, k].
     `gate_up` holds the gate in its first half of columns and up in the second. Rows are
-    sorted by expert, so that every expert's weights meet one contiguous group.
+    sorted by expert, so that every expert's weights meet one contiguous group; choices
+    of no expert, e >= E, come last and are in no group.
     """
     order = jnp.argsort(experts.reshape(-1), stable=True)
     sizes = jnp.bincount(experts.reshape(-1), length=gate_up.shape[0])
@@ -26,7 +27,8 @@ def swiglu_experts(
     gate, up = jnp.split(product, 2, axis=-1)
     product = _ragged(jax.nn.silu(gate) * up, down, sizes)
     back = jnp.zeros_like(product).at[order].set(product)
-    by_row = back.reshape(*experts.shape, -1)
+    known = (experts < gate_up.shape[0])[..., None]
+    by_row = jnp.where(known, back.reshape(*experts.shape, -1), 0)
     return jnp.einsum("tkh,tk->th", by_row, weights.astype(x.dtype))
 
 

@@ -38,7 +38,8 @@ def route(
 
     An expert knows the place of its blocks in the list from the number of pairs that
     go to earlier experts alone, so all experts work at once. That leaves gaps: blocks
-    of no rows.
+    of no rows. Pairs of no expert are in no block, and their places in the order are
+    not written.
     """
     chunk = min(CHUNK, gpu.power_of_two(spec.pairs))
     padded = pl.cdiv(spec.pairs, chunk) * chunk
@@ -46,6 +47,7 @@ def route(
     kernel = functools.partial(
         _route,
         pairs=spec.pairs,
+        last_expert=spec.experts - 1,
         chunk=chunk,
         rows=rows,
         by_pair=length == spec.pairs,
@@ -61,7 +63,7 @@ def route(
     return order, blocks
 
 
-def _route(experts, order, blocks, *, pairs, chunk, rows, by_pair):
+def _route(experts, order, blocks, *, pairs, last_expert, chunk, rows, by_pair):
     expert = pl.program_id(0)
     chunks = pl.cdiv(pairs, chunk)
     lane = lax.iota(jnp.int32, chunk)
@@ -97,6 +99,8 @@ def _route(experts, order, blocks, *, pairs, chunk, rows, by_pair):
     else:
         first = start // rows + expert
         last = (start + size) // rows + expert + 1
+    # Pairs of no expert leave the end of the list to be filled.
+    last = jnp.where(expert == last_expert, blocks.shape[0], last)
 
     def list_blocks(i, nothing):
         block = i * LISTED + lax.iota(jnp.int32, LISTED)

@@ -14,8 +14,8 @@ class Options:
     """Sizes of the mesh, such as data=2,tensor=4; by default tensor over all."""
     layers: int | None = None
     """First layers of the model, a multiple of 4; by default all."""
-    tree: str = "3,3,3"
-    """Widths of the tree; none is the root alone."""
+    tree: tuple[str, ...] = ("3,3,3",)
+    """Widths of each tree; none is the root alone."""
     batch: int = 64
     """Rows."""
     context: int = 32768

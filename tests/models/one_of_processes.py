@@ -3,8 +3,6 @@
 import json
 import sys
 
-import jax
-
 import models
 from tests.models import golden
 from treewy_jax import generate, mesh
@@ -12,8 +10,7 @@ from treewy_jax import generate, mesh
 
 def main(address: str, processes: str, number: str, rows: str) -> None:
     """Decode on all devices of all processes, and print the tokens."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, int(processes), int(number))
+    mesh.join(f"{address},{processes},{number}")
     spread = mesh.make("data=2,tensor=2")
     folder = golden.FOLDER / "dense"
     found = generate.generate(

@@ -13,16 +13,15 @@ import models
 from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import model as model_lib
 from models.qwen3_5 import weights
+from pallas_kernels.grouped_matmul import op as grouped_matmul
 from tests.models import golden
 from treewy_jax import commit, generate, loop, mesh
 
 TOKENS = 10
 LENGTHS = (70, 50, 33, 41, 20, 12, 62, 64)
-# Every mesh and every lifecycle, and one mesh of each kind for experts.
+# With the MTP head; sharded_lifecycles.py has every lifecycle on every mesh without it.
 CASES = (
-    ("dense", "tensor=8", "store-all"),
-    ("dense", "data=2,tensor=4", "deferred"),
-    ("moe", "data=8", "reconstruct"),
+    ("dense", "data=2,tensor=4", "reconstruct"),
     ("moe", "expert=4,tensor=2", "fused"),
     ("wide", "tensor=8", "deferred"),
     ("wide", "data=2,expert=2,tensor=2", "store-all"),
@@ -48,19 +47,25 @@ WIDE = config_lib.Qwen3_5Config(
 )
 
 
-@pytest.fixture(scope="session")
-def wide_folder(tmp_path_factory):
-    """Save a model of random weights whose heads fill eight devices."""
-    params = nnx.state(model_lib.Qwen3_5(WIDE, rngs=nnx.Rngs(0)))
+def save(config, folder, **options):
+    """Save a model of random weights."""
+    params = nnx.state(model_lib.Qwen3_5(config, rngs=nnx.Rngs(0)))
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     noisy = [
         x + 0.1 * jax.random.normal(key, x.shape)
         for x, key in zip(leaves, keys, strict=True)
     ]
-    folder = tmp_path_factory.mktemp("wide")
-    weights.save_checkpoint(structure.unflatten(noisy), WIDE, folder, dtype=None)
+    weights.save_checkpoint(
+        structure.unflatten(noisy), config, folder, dtype=None, **options
+    )
     return folder
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory):
+    """A model whose heads fill eight devices."""
+    return save(WIDE, tmp_path_factory.mktemp("wide"))
 
 
 @pytest.fixture
@@ -144,6 +149,42 @@ def test_a_layer_joins_its_parts_once_for_each_half(folder):
     kinds = re.findall(r" (all-[\w-]*|collective-permute|reduce-scatter)\(", text)
     embedding = 1
     assert kinds == ["all-reduce"] * (embedding + 2 * WIDE.num_hidden_layers)
+
+
+def counted(sizes):
+    """Return an expert layer that notes the rows of each of its devices' experts."""
+    real = grouped_matmul.swiglu_experts
+
+    def swiglu_experts(x, gate_up, down, experts, weights):
+        rows = jnp.bincount(experts.reshape(-1), length=len(down))
+        jax.debug.callback(lambda found: sizes.append(found.tolist()), rows)
+        return real(x, gate_up, down, experts, weights)
+
+    return swiglu_experts
+
+
+@pytest.mark.parametrize("variant", ["wide"])
+def test_a_device_computes_rows_of_its_own_experts_only(folder, monkeypatch):
+    """All devices together run as many rows as one does, not eight times as many."""
+    x, sizes = jax.random.normal(jax.random.key(2), (2, 9, 64)), []
+    found = {}
+    monkeypatch.setattr(grouped_matmul, "swiglu_experts", counted(sizes))
+    for text in ("tensor=1", "expert=4,tensor=2", "data=2,expert=2,tensor=2"):
+        model = models.load(folder, mesh=mesh.make(text))
+        layer = nnx.merge(model.graphdef, model.params).layers[0].mlp
+        with mesh.use(model.mesh):
+            output = jax.jit(layer)(x)
+        jax.effects_barrier()
+        found[text] = np.asarray(output), sum(map(sum, sizes)), len(sizes)
+        sizes.clear()
+    rows = x.shape[0] * x.shape[1] * WIDE.num_experts_per_tok
+    assert [(total, calls) for _, total, calls in found.values()] == [
+        (rows, 1),
+        (rows, 8),
+        (rows, 8),
+    ]
+    for output, *_ in found.values():
+        np.testing.assert_allclose(output, found["tensor=1"][0], atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["dense"])

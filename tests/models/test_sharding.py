@@ -12,16 +12,20 @@ import pytest
 
 import models
 from models.qwen3_5 import sharding
+from scripts import decode
 from tests import eight_devices
 from tests.models import golden
 from treewy_jax import generate, mesh
 
 CONFIG = golden.model("dense").config
+FILES = ("sharded_models", "sharded_lifecycles", "sharded_loading")
 ROWS = ([5, 9, 2, 7], [8, 1, 3])
 
 
-def test_models_on_eight_devices():
-    eight_devices.run("models/sharded_models.py")
+@pytest.mark.timeout(900)  # some minutes on one core, mostly of compilation
+@pytest.mark.parametrize("file", FILES)
+def test_models_on_eight_devices(file):
+    eight_devices.run(f"models/{file}.py")
 
 
 def abstract_mesh(**sizes):
@@ -55,31 +59,91 @@ def test_published_sizes_divide_on_eight_devices():
     assert all(axes[letter] == ("tensor",) for letter in ("Hv", "heads", "E", "I", "V"))
 
 
+def two_processes(module, *arguments):
+    """Run a module twice, on two devices each; ADDRESS and NUMBER are replaced.
+
+    Returns what the two print.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    processes = []
+    for number in "01":
+        replaced = [
+            text.replace("ADDRESS", address).replace("NUMBER", number)
+            for text in arguments
+        ]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", module, *replaced],
+                env=os.environ | eight_devices.environment(2),
+                cwd=eight_devices.ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        found = [process.communicate(timeout=250) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, err) in zip(processes, found, strict=True):
+        assert process.returncode == 0, err[-4000:]
+    return [out for out, _ in found]
+
+
 def test_two_processes_write_what_one_does():
     """Each process has two devices; the mesh spans both (jax.distributed)."""
     one = generate.generate(
         golden.model("dense"), ROWS, tree="2", max_new_tokens=6, eos_token_ids=()
     )
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "tests.models.one_of_processes", address, "2"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(number), json.dumps(ROWS)],
-            env=os.environ | eight_devices.environment(2),
-            cwd=eight_devices.ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        found = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (out, err) in zip(processes, found, strict=True):
-        assert process.returncode == 0, err[-4000:]
+    module = "tests.models.one_of_processes"
+    for out in two_processes(module, "ADDRESS", "2", "NUMBER", json.dumps(ROWS)):
         assert json.loads(out.splitlines()[-1]) == one.token_ids
+
+
+def test_two_processes_of_the_command_write_one_file(tmp_path):
+    """The first prints and writes, the other says nothing."""
+    one = generate.generate(
+        golden.model("dense"), ROWS[0], tree="none", max_new_tokens=6
+    )
+    folder, ids = golden.FOLDER / "dense", ",".join(map(str, ROWS[0]))
+    first, second = two_processes(
+        "scripts.decode",
+        *("--distributed", "ADDRESS,2,NUMBER", "--mesh", "tensor=4"),
+        *("--model", str(folder), "--prompt-ids", ids, "--tree", "none"),
+        *("--max-new-tokens", "6", "--json", str(tmp_path / "NUMBER.json")),
+    )
+    assert "device: cpu" in first
+    assert all(line.startswith("[Gloo]") for line in second.splitlines())
+    assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
+    written = json.loads((tmp_path / "0.json").read_text())
+    assert written["token_ids"] == one.token_ids[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("host,2,0", "allowed are HOST:PORT,PROCESSES,NUMBER and auto"),
+        ("host:1,2", "allowed are HOST:PORT,PROCESSES,NUMBER and auto"),
+        ("host:1,2,2", "process 2 of 2; numbers from 0 and below that"),
+    ],
+)
+def test_wrong_texts_join_nothing(text, message):
+    with pytest.raises(ValueError, match=message):
+        mesh.join(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--distributed: needs --mesh"),
+        (["--mesh", "tensor=2", "--stream"], "--distributed and --stream"),
+        (["--mesh", "tensor=2"], "distributed 'x': allowed are"),
+    ],
+)
+def test_the_command_joins_with_a_mesh_only(arguments, message, capsys):
+    assert decode.main(["--distributed", "x", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

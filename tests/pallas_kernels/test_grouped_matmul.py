@@ -65,6 +65,9 @@ ROUTES = {
     "one token each": lambda random: (
         np.arange(TOKENS * PER_TOKEN).reshape(TOKENS, PER_TOKEN) % EXPERTS
     ),
+    "half of no expert": lambda random: random.integers(
+        0, 2 * EXPERTS, (TOKENS, PER_TOKEN)
+    ),
 }
 over_routes = pytest.mark.parametrize("route", ROUTES)
 
@@ -81,6 +84,8 @@ def looped(x, gate_up, down, weights, experts):
     output, inner = np.zeros((len(x), down.shape[2])), down.shape[1]
     for t, row in enumerate(x):
         for e, weight in zip(experts[t], weights[t], strict=True):
+            if e >= len(gate_up):  # no expert
+                continue
             gate, up = row @ gate_up[e, :, :inner], row @ gate_up[e, :, inner:]
             output[t] += weight * (gate / (1 + np.exp(-gate)) * up @ down[e])
     return output
@@ -218,6 +223,15 @@ def test_a_token_stays_out_of_the_others(impl):
     assert np.all(np.isnan(after[4]))
 
 
+@over_impls
+def test_tokens_of_no_expert_are_zero(impl):
+    arrays, experts = inputs(make_spec()), routed("spread")
+    expected = looped(**arrays, experts=np.where(experts > 1, experts, EXPERTS))
+    output = call(arrays, np.where(experts > 1, experts, EXPERTS), impl)
+    assert relative(output, expected) < 1e-6
+    assert not np.any(call(arrays, np.full_like(experts, EXPERTS), impl))
+
+
 def loss(arrays, experts, impl):
     return jnp.sum(op.swiglu_experts(**arrays, experts=experts, impl=impl) ** 2)
 
@@ -225,11 +239,13 @@ def loss(arrays, experts, impl):
 gradient = jax.jit(jax.grad(loss), static_argnums=2)
 
 
+@pytest.mark.parametrize("route", ["spread", "half of no expert"])
 @pytest.mark.parametrize("impl", KERNELS)
-def test_gradients_are_those_of_the_reference(impl):
-    arrays, experts = inputs(make_spec()), jnp.asarray(routed("spread"))
+def test_gradients_are_those_of_the_reference(impl, route):
+    arrays, experts = inputs(make_spec()), jnp.asarray(routed(route))
     expected = gradient(arrays, experts, "reference")
     found = gradient(arrays, experts, impl)
+    assert not np.any(found["weights"][np.asarray(experts) >= EXPERTS])
     for name, array in expected.items():
         assert relative(found[name], np.asarray(array)) < 1e-5, name
 
@@ -241,37 +257,40 @@ ROUTE_SIZES = [(1, 1, 1, 16), (3, 2, 40, 16), (9, 2, 5, 16), (300, 8, 7, 64)]
 
 
 def route_cases(sizes):
-    """Return the spec, and routes [P]: even, skewed, all pairs with one expert."""
+    """Return the spec, and routes [P]: even, skewed, all with one expert, or none."""
     tokens, per_token, count, _ = sizes
     spec = make_spec(tokens=tokens, per_token=per_token, experts=count)
     random = np.random.default_rng(2)
     even = random.integers(0, count, spec.pairs)
     skewed = np.minimum(even, random.integers(0, count, spec.pairs))
-    routes = (even, skewed, np.full(spec.pairs, count // 2))
+    one, none = (np.full(spec.pairs, e) for e in (count // 2, count))
+    routes = (even, skewed, one, none, np.where(even % 2, even, count))
     return spec, [experts.astype(np.int32) for experts in routes]
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="a kernel of GPUs")
 @pytest.mark.parametrize("sizes", ROUTE_SIZES, ids=str)
-def test_blocks_hold_every_pair_once(sizes):
+def test_blocks_hold_every_pair_of_an_expert_once(sizes):
     (spec, cases), rows = route_cases(sizes), sizes[-1]
     route = jax.jit(lambda experts: routes.route(experts, spec=spec, rows=rows))
     for experts in cases:
         order, blocks = (np.asarray(array) for array in route(experts))
-        np.testing.assert_array_equal(order, np.argsort(experts, kind="stable"))
+        known = np.sum(experts < spec.experts)
+        by_expert = np.argsort(experts, kind="stable")
+        np.testing.assert_array_equal(order[:known], by_expert[:known])
         seen = []
         for expert, start, count in blocks[:, :3]:
             assert 0 <= count <= rows
             slots = np.arange(start, start + count)
             seen.extend(slots)
             assert np.all(experts[order[slots]] == expert)
-        assert sorted(seen) == list(range(spec.pairs))
-        used = np.sum(-(-np.bincount(experts) // rows))
+        assert sorted(seen) == list(range(known))
+        used = np.sum(-(-np.bincount(experts)[: spec.experts] // rows))
         assert np.sum(blocks[:, routes.COUNT] > 0) == used
 
 
 @pytest.mark.parametrize("sizes", ROUTE_SIZES, ids=str)
-def test_visits_hold_every_pair_once(sizes):
+def test_visits_hold_every_pair_of_an_expert_once(sizes):
     (spec, cases), rows = route_cases(sizes), sizes[-1]
     visit = jax.jit(lambda e: mosaic_tpu.list_visits(e, spec=spec, rows=rows))
     for experts in cases:
@@ -282,7 +301,8 @@ def test_visits_hold_every_pair_once(sizes):
             slots = np.arange(block * rows + start, block * rows + end)
             seen.extend(slots)
             assert np.all(ordered[slots] == expert)
-        assert seen == list(range(spec.pairs))
+            assert 0 <= block < -(-spec.pairs // rows)
+        assert seen == list(range(np.sum(experts < spec.experts)))
         assert np.all(np.diff(visits.block) >= 0)
 
 

@@ -73,6 +73,8 @@ def test_unknown_hosts_are_refused(name):
         (["--model", MODEL, "--target", "H200", "--commit", "x"], "commit='x'"),
         (["--model", MODEL, "--target", "H200", "--mesh", "x=2"], "mesh axis 'x'"),
         (["--model", MODEL, "--target", "H200", "--tree", "3,x"], "tree '3,x'"),
+        (["--model", MODEL, "--target", "H200", "--tree"], "tree"),
+        (["--tree", "1,1,1"], "--tree is ('1,1,1',); allowed with --model only"),
         (["--model", MODEL, "--kernels", "commit"], "kernels: not allowed"),
         (["--model", MODEL, "--targets", "H200"], "targets: not allowed"),
         (["--model", MODEL, "--target", "H200", "--workers", "0"], "workers is 0"),
@@ -147,6 +149,22 @@ def test_weights_are_spread_and_nothing_is_made(arguments):
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
+def test_layers_left_out_are_counted_by_formula():
+    """From 4 of 8 layers follows what all 8 of a model that is no larger keep."""
+    where = spread({"data": 1, "tensor": 8, "expert": 1})
+    name = "qwen3.5-0.8b"
+    case = model_step.Case(name, "H200x8", layers=4, batch=8, context=256, tree="2")
+    every = published.get(name).num_hidden_layers
+    more = model_step.kept_by_more_layers(case, where)
+    some, whole = (
+        model_step._kept(dataclasses.replace(case, layers=n), where) for n in (4, every)
+    )
+    assert 0 < more == whole - some
+    for layers in (None, every):
+        full = dataclasses.replace(case, layers=layers)
+        assert model_step.kept_by_more_layers(full, where) == 0
+
+
 # --- copies -------------------------------------------------------------------------
 
 
@@ -158,7 +176,7 @@ def array(*shape, dtype=jnp.float32, where=None):
 
 @pytest.fixture
 def any_size(monkeypatch):
-    monkeypatch.setattr(model_copies, "LEAST", 0)
+    monkeypatch.setattr(model_copies, "LEAST", 1)
 
 
 def test_a_copy_of_a_devices_part_is_found(any_size):
@@ -181,6 +199,26 @@ def test_the_twin_without_a_copy_is_clean(other, any_size):
     assert model_copies.whole(no_copy, {"states": [array(8, 4, 128, 128)]}) == []
 
 
+@pytest.mark.parametrize("scanned", [True, False])
+def test_slices_of_scanned_layers_are_found(scanned, any_size):
+    """A scan over stacked layers copies each; layers kept apart are read in place."""
+    layers = tuple(jnp.full((64, 64), i, jnp.float32) for i in range(3))
+
+    def loop(x, layers):
+        stacked = jnp.stack(layers)
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)[0]
+
+    def unrolled(x, layers):
+        for weight in layers:
+            x = jnp.tanh(x @ weight)
+        return x
+
+    run = jax.jit(loop if scanned else unrolled)
+    text = run.lower(jnp.ones((5, 64)), layers).compile().as_text()
+    found = model_copies.whole(text, {"weights": [array(64, 64)]})
+    assert bool(found) == scanned
+
+
 def test_kernels_and_collectives_are_counted():
     """Those of Pallas, whatever platform compiled them."""
     assert model_copies.kernels(PROGRAM) == {"tree_verify": 1, "history_verify": 1}
@@ -193,13 +231,19 @@ def test_kernels_and_collectives_are_counted():
 def result(commit="reconstruct", **fields):
     parts = {"weights": 2**30, "states": 2**29, "rest": 7}
     usual = dict(devices=8, parts=parts, records=5, limit=10, peak=10, temporaries=3)
-    return model_step.Result(commit=commit, **(usual | fields))
+    return model_step.Result(commit=commit, **({"nodes": 40} | usual | fields))
 
 
 COPY = model_copies.Copy(("kv",), "bf16[8]", 2**20, 3, "x")
 WRONG = [
     ({"problem": "XlaError: no"}, "XlaError: no"),
     ({"peak": 11}, "peak: 11 bytes; the device has 10"),
+    ({"whole_peak": 11}, "peak: 11 bytes; the device has 10"),
+    (
+        {"temporaries": model_check.MOST_TEMPORARY + 6},
+        "temporaries: 4294967297 bytes beside the records; 4294967296 allowed, layers "
+        "may be copied",
+    ),
     ({"copies": (COPY,)}, "copied whole: kv"),
 ]
 
@@ -227,6 +271,36 @@ def test_status_table_and_json(
     assert rows[0]["problems"] == ([message] if message else [])
     assert rows[1]["problems"] == ["peak: 99 bytes; the device has 10"]
     assert rows[0]["batch"] == 64 and rows[0]["parts"]["rest"] == 7
+
+
+@pytest.mark.parametrize(("most", "status"), [(103, 0), (104, 1)])
+def test_a_peak_that_grows_with_the_tree_is_wrong(
+    most, status, compilers, monkeypatch, tmp_path, capsys
+):
+    """Of all layers, at three trees; the baseline may grow."""
+    nodes = {"1,1,1": 4, "2,2,2": 15, "3,3,3": 40}
+
+    def compiled(run, case):
+        ours = {4: 100, 15: 101, 40: most}[nodes[case.tree]]
+        peak = 9 * nodes[case.tree] if case.commit == "store-all" else ours
+        fields = dict(nodes=nodes[case.tree], whole_peak=peak, limit=200)
+        return result(case.commit, **fields)
+
+    monkeypatch.setattr(compile_check, "in_fresh_process", compiled)
+    file = tmp_path / "result.json"
+    asked = ["--model", MODEL, "--target", "H200x8", "--json", str(file)]
+    asked += ["--layers", "4", "--tree", *nodes]
+    assert compile_check.main(asked) == status
+    printed = capsys.readouterr().out
+    assert "reconstruct: the peak grows by 3.0%" in printed or most == 104
+    assert "store-all: the peak grows by 900.0%" in printed
+    rows = json.loads(file.read_text())["rows"]
+    kinds = [(row["tree"], row["nodes"], row["commit"]) for row in rows]
+    assert kinds == [
+        (tree, n, commit)
+        for tree, n in nodes.items()
+        for commit in ("reconstruct", "store-all")
+    ]
 
 
 def test_small_conv_windows_may_be_copied():
