@@ -81,9 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         entrants = select(chosen)
     except (ValueError, OSError) as error:
         return command.refuse("autotune.py", error)
+
+    def save() -> None:
+        if not chosen.dry_run:  # a run that is ended early leaves what it has
+            write_tables(decided(entrants))
+
     with command.progress() as progress:
-        bench_kernels.time_all(entrants, chosen.rounds, progress)
-    winners = {key: decide(group) for key, group in by_match(entrants).items()}
+        bench_kernels.time_all(entrants, chosen.rounds, progress, save)
+    winners = decided(entrants)
     console = command.console()
     console.print(report(entrants))
     console.print(*map(sentence, winners.items()), sep="\n", soft_wrap=True)
@@ -136,6 +141,15 @@ def by_match(
         key = entrant.case.op, tuple(match_of(entrant.case).items())
         groups.setdefault(key, []).append(entrant)
     return groups
+
+
+def decided(entrants: Sequence[contenders.Contender]) -> dict[Key, Winner]:
+    """Return the winner of each entry whose cases have all been reached."""
+    return {
+        key: decide(group)
+        for key, group in by_match(entrants).items()
+        if all(tables.median_us(one) or not one.runs for one in group)
+    }
 
 
 def decide(entrants: Sequence[contenders.Contender]) -> Winner:

@@ -16,15 +16,19 @@ def made_up(blend_op, monkeypatch, tmp_path):
     """Make a GPU of the CPU, its times by block and label, its tables in a folder."""
     times = {}
 
-    def time_all(entrants, rounds, progress):
+    def time_all(entrants, rounds, progress, after):
         for entrant in entrants:
+            if ends == [entrant.case.label]:
+                raise KeyboardInterrupt
             block = entrant.config and entrant.config.block
             us = times.get((entrant.case.label, block), times.get(block, 9.0))
             if isinstance(us, str):
                 entrant.problem = us
             else:
                 entrant.device_us = [us, us + 1, us + 2]
+            after()
 
+    ends = times.setdefault("ends", [])
     monkeypatch.setattr(bench_kernels, "time_all", time_all)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(autotune, "KERNELS", tmp_path)
@@ -79,6 +83,16 @@ def test_cases_of_one_entry_are_decided_together(made_up, blend_op, tmp_path):
         (first, 8): 5.0, (other, 8): 5.0,
     }  # fmt: skip
     assert tune(tmp_path) == 0
+    assert table(tmp_path) == [{"match": {"width": 8}, "config": {"block": 8}}]
+
+
+def test_a_run_that_is_ended_early_leaves_what_it_has(made_up, blend_op, tmp_path):
+    wider = dataclasses.replace(blend_op[0].spec, width=16)
+    blend_op.append(dataclasses.replace(blend_op[0], label="other", spec=wider))
+    made_up[8] = 1.0
+    made_up["ends"].append("other")
+    with pytest.raises(KeyboardInterrupt):
+        tune(tmp_path)
     assert table(tmp_path) == [{"match": {"width": 8}, "config": {"block": 8}}]
 
 
