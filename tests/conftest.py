@@ -1,5 +1,8 @@
 """Fixtures and settings shared by all tests."""
 
+import gc
+import pathlib
+
 import hypothesis
 import jax
 import pytest
@@ -25,3 +28,16 @@ def double():
     """Compute in float64 within the test; everywhere else x64 stays off."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_freed():
+    """Free compiled programs when there are many; a process ends without warning else.
+
+    Each is some maps of memory, and Linux gives a process 65,530 of those.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
