@@ -58,13 +58,13 @@ def choose(
 def heuristic(spec: specs.Spec, platform: str) -> Config:
     """Guess: keep the path of a tree resident where it is short; a chain needs none.
 
-    Rows are few enough to stay in registers. On a H200 a chain in bfloat16 took 467 us
-    with 32 rows, 611 with 8 (n = 4, B = 256), in float32 713 with 16, 772 with 8; a
-    tree in float32 983 us with 16, 1,110 with 8 (n = 40, B = 32).
+    Rows are few enough to stay in registers, on a B200 too. On a H200 a chain in
+    bfloat16 took 467 us with 32 rows, 611 with 8 (n = 4, B = 256), in float32 713 with
+    16, 772 with 8; a tree in float32 983 us with 16, 1,110 with 8 (n = 40, B = 32).
     """
     if platform == "tpu":
         return Config(block_v=spec.value_dim)
     chain = spec.depth == spec.nodes - 1
     resident = not chain and spec.depth <= MOST_RESIDENT
-    rows = 32 if chain and spec.state_dtype == "bfloat16" else 16
+    rows = 16 if spec.state_dtype == "float32" else 32 if chain else 8
     return Config(block_v=min(spec.value_dim, rows), resident=resident)
