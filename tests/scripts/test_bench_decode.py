@@ -144,7 +144,9 @@ def test_the_state_covers_the_context(run):
     assert base.tolist() == [96, 96] and draft.length.tolist() == [96, 96]
     assert key.shape[1] == 96 + 3 * step_program.CALLS
     prompt = key[:, :64]
-    assert np.abs(prompt.astype(np.float32)).max(axis=-1).min() > 0  # every slot
+    # Every slot is filled; a single number may round to 0 in bfloat16.
+    assert np.abs(prompt.astype(np.float32)).max(axis=-1).min() > 0
+    assert np.mean(prompt == 0) < 1e-3
     np.testing.assert_array_equal(key[:, 64:96], prompt[:, :32])
 
 
