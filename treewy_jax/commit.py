@@ -61,8 +61,8 @@ class Reconstruct(lifecycle_lib.Options):
     def check(self, depth: int, nodes: int) -> None:
         del depth, nodes  # any
 
-    def init(self, state, key_heads=None) -> Float[Array, "B Hv Dv Dk"]:
-        del key_heads
+    def init(self, state, key_heads=None, key_dtype=None) -> Float[Array, "B Hv Dv Dk"]:
+        del key_heads, key_dtype
         return state.astype(self.state_dtype)
 
     def materialize(self, state):
@@ -119,8 +119,8 @@ class StoreAll(lifecycle_lib.Options):
         if nodes > self.nodes:
             raise ValueError(f"nodes is {self.nodes}; this tree needs {nodes} or more")
 
-    def init(self, state, key_heads=None) -> Slots:
-        del key_heads
+    def init(self, state, key_heads=None, key_dtype=None) -> Slots:
+        del key_heads, key_dtype
         state = state.astype(self.state_dtype)
         room = ((0, 0), (0, self.nodes)) + ((0, 0),) * 3
         index = jnp.zeros(len(state), jnp.int32)

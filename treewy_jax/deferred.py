@@ -42,8 +42,9 @@ class _Deferring(lifecycle.Options):
             slowly to 2.8e-2 (horizon 16) at 32,768. On inputs of the shipped model it
             stayed at 2e-3 to 6e-3. float32 ended within 1.4 times the error of the
             recurrence in float32, below 2e-6, on all inputs.
-        record_dtype: storage of committed keys and pseudo-values. bfloat16 rounds each
-            once: with a float32 state the error is 2e-3 to 5e-3 and does not grow.
+        record_dtype: storage of committed keys and pseudo-values; keys that are
+            narrower stay as they are. bfloat16 rounds each once: with a float32 state
+            the error is 2e-3 to 5e-3 and does not grow.
             (All by scripts/bench_drift.py on a CPU, implementation "reference".)
     """
 
@@ -53,11 +54,12 @@ class _Deferring(lifecycle.Options):
         super().__post_init__()
         lifecycle.check_dtype("record_dtype", self.record_dtype)
 
-    def init(self, state, key_heads=None) -> history_lib.History:
+    def init(self, state, key_heads=None, key_dtype=None) -> history_lib.History:
         if key_heads is None:
             raise ValueError("key_heads is None; the key heads of the layer are needed")
         state = state.astype(self.state_dtype)
-        return history_lib.empty(state, key_heads, self.horizon, self.record_dtype)
+        dtypes = (self.record_dtype, key_dtype)
+        return history_lib.empty(state, key_heads, self.horizon, *dtypes)
 
     def verify(self, state, inputs, tree):
         self.check(tree.depth_max, tree.n_max)

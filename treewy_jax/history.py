@@ -69,14 +69,21 @@ def empty(
     key_heads: int,
     horizon: int,
     record_dtype: DTypeLike,
+    key_dtype: DTypeLike | None = None,
 ) -> History:
-    """Return a state with a history of no records and room for `horizon`."""
+    """Return a state with a history of no records and room for `horizon`.
+
+    Keys are stored in the narrower of the two dtypes; None is that of the records.
+    """
     batch, value_heads, value_dim, key_dim = state.shape
     room = (batch, horizon)
     decays = jnp.promote_types(record_dtype, jnp.float32)
+    stored = specs.key_dtype(
+        record_dtype if key_dtype is None else key_dtype, record_dtype
+    )
     return History(
         state=state,
-        k=jnp.zeros((*room, key_heads, key_dim), record_dtype),
+        k=jnp.zeros((*room, key_heads, key_dim), stored),
         pseudo_values=jnp.zeros((*room, value_heads, value_dim), record_dtype),
         log_decay=jnp.zeros((*room, value_heads), decays),
         count=jnp.zeros(batch, jnp.int32),
@@ -162,7 +169,8 @@ def verify(
     spec = specs.extend(
         verify_lib.spec_of(arrays, tree, precision, output_dtype),
         horizon=history.horizon,
-        record_dtype=history.k.dtype.name,
+        record_dtype=history.pseudo_values.dtype.name,
+        record_key_dtype=history.k.dtype.name,
         fold_above=fold_above,
     )
     name = IMPLEMENTATIONS.choose(spec, impl).name

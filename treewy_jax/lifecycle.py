@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from treewy_jax import accept, pytree
@@ -38,9 +39,15 @@ class Lifecycle(Protocol):
         ...
 
     def init(
-        self, state: Float[Array, "B Hv Dv Dk"], key_heads: int | None = None
+        self,
+        state: Float[Array, "B Hv Dv Dk"],
+        key_heads: int | None = None,
+        key_dtype: DTypeLike | None = None,
     ) -> Any:
-        """Wrap a plain state S of a layer with so many key heads."""
+        """Wrap a plain state S of a layer with so many key heads, whose keys are such.
+
+        Without `key_dtype` committed keys are stored as pseudo-values are.
+        """
         ...
 
     def verify(

@@ -6,8 +6,9 @@ and n nodes verified (root and drafts):
 
     state      S = L Hv Dv Dk s; store-all: (n + 1) S + 4 L, a ring of states and where
                in it the committed one lies
-    history    L (m (Hk Dk r + Hv Dv r + Hv f) + 4)   m records of r bytes a number, and
-               how many there are; fused: m = depth + 1, deferred: m = its horizon
+    history    L (m (Hk Dk min(a, r) + Hv Dv r + Hv f) + 4)   m records of r bytes a
+               number, and how many there are; fused: m = depth + 1, deferred: m = its
+               horizon
     conv       L (W - 1) C a
     kv         attention layers * 2 * kv heads * head_dim * a, for each token
     records    what verification leaves until commit, for each node:
@@ -157,16 +158,23 @@ def state_bytes(shape: Shape, dtype: DTypeLike) -> int:
     return shape.gdn_layers * elements * _size("dtype", dtype)
 
 
-def history_bytes(shape: Shape, records: int, dtype: DTypeLike = RECORD_DTYPE) -> int:
+def history_bytes(
+    shape: Shape,
+    records: int,
+    dtype: DTypeLike = RECORD_DTYPE,
+    key_dtype: DTypeLike = ACTIVATION,
+) -> int:
     """Return a history with room for so many records, in bytes a sequence.
 
-    A record holds a key, a pseudo-value and, in float32 or more, a log decay of each
-    layer; how many there are is an int32 of each layer.
+    A record holds a key, in `key_dtype` where that is narrower, a pseudo-value and, in
+    float32 or more, a log decay of each layer; how many there are is an int32 of each
+    layer.
     """
     _check_count("records", records)
     size = _size("record_dtype", dtype)
     decay = max(size, 4)
-    record = shape.key_heads * shape.key_dim * size
+    key = min(size, _size("key_dtype", key_dtype))
+    record = shape.key_heads * shape.key_dim * key
     record += shape.value_heads * (shape.value_dim * size + decay)
     return shape.gdn_layers * (records * record + COUNT)
 
@@ -259,7 +267,7 @@ def per_sequence(
         recurrent = _ring_bytes(shape, n, dtype)
     if _scheme(scheme) in DEFERRING:
         room = horizon if _scheme(scheme) == "deferred" else _depth(tree) + 1
-        recurrent += history_bytes(shape, room, record_dtype)
+        recurrent += history_bytes(shape, room, record_dtype, activation_dtype)
     return {
         "recurrent": recurrent,
         "conv": conv_bytes(shape, activation_dtype),

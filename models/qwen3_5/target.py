@@ -41,7 +41,8 @@ class Qwen3_5Target:
         key_heads = self.module.config.linear_num_key_heads
         spare = ((0, 0), (0, capacity - tokens.shape[1]), (0, 0), (0, 0))
         windows, states = zip(*recurrent, strict=True)
-        states = (self.lifecycle.init(state, key_heads) for state in states)
+        keys = key_heads, windows[0].dtype  # both are of the rows
+        states = (self.lifecycle.init(state, *keys) for state in states)
         key, value = zip(
             *jax.tree.map(lambda x: jnp.pad(x, spare), attended), strict=True
         )

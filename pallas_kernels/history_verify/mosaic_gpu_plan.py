@@ -32,7 +32,7 @@ class Plan(plans.Plan):
     @property
     def fold_parts(self) -> int:
         """Bfloat16 arrays of which a record's key is the sum: a fold needs them all."""
-        return 1 if self.spec.record_dtype == "bfloat16" else FOLD_PARTS
+        return 1 if self.spec.record_key_dtype == "bfloat16" else FOLD_PARTS
 
     @property
     def past_parts(self) -> int:

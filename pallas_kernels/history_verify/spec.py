@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from pallas_kernels import refusals
@@ -13,21 +14,26 @@ from pallas_kernels.tree_verify import spec as verify_specs
 class Spec(verify_specs.Spec):
     """A call of tree_verify, and the history before its tree.
 
-    `horizon` bounds the records of a row, `record_dtype` is that of their keys and
-    pseudo-values. A row of more than `fold_above` records, 0 or more, folds them into
-    its state. Bytes and flops are those of rows that fold nothing.
+    `horizon` bounds the records of a row, `record_dtype` is that of their pseudo-values
+    and `record_key_dtype` that of their keys. A row of more than `fold_above` records,
+    0 or more, folds them into its state. Bytes and flops are those of rows that fold
+    nothing.
     """
 
     horizon: int
     record_dtype: str
+    record_key_dtype: str
     fold_above: int
 
     @property
     def bytes_moved(self) -> int:
         """Least traffic: tree_verify's, and a full history read."""
-        size = jnp.dtype(self.record_dtype).itemsize
-        keys = self.key_heads * self.key_dim * size
-        values = self.value_heads * (self.value_dim * size + 4)
+        key, value = (
+            jnp.dtype(dtype).itemsize
+            for dtype in (self.record_key_dtype, self.record_dtype)
+        )
+        keys = self.key_heads * self.key_dim * key
+        values = self.value_heads * (self.value_dim * value + 4)
         return super().bytes_moved + self.batch * self.horizon * (keys + values)
 
     @property
@@ -46,9 +52,16 @@ class Spec(verify_specs.Spec):
 
 
 def extend(
-    spec: verify_specs.Spec, *, horizon: int, record_dtype: str, fold_above: int = 0
+    spec: verify_specs.Spec,
+    *,
+    horizon: int,
+    record_dtype: str,
+    record_key_dtype: str | None = None,
+    fold_above: int = 0,
 ) -> Spec:
     """Return the call `spec` of tree_verify with a history before it.
+
+    Keys of records have the dtype that `key_dtype` says, unless another is named.
 
     Raises ValueError for a negative `fold_above`.
     """
@@ -56,8 +69,22 @@ def extend(
         raise ValueError(f"fold_above is {fold_above}; 0 or more is allowed")
     fields = {x.name: getattr(spec, x.name) for x in dataclasses.fields(spec)}
     return Spec(
-        **fields, horizon=horizon, record_dtype=record_dtype, fold_above=fold_above
+        **fields,
+        horizon=horizon,
+        record_dtype=record_dtype,
+        record_key_dtype=record_key_dtype or key_dtype(spec.input_dtype, record_dtype),
+        fold_above=fold_above,
     )
+
+
+def key_dtype(rows: DTypeLike, records: DTypeLike) -> str:
+    """Return in what the keys of records are stored: the narrower of two dtypes.
+
+    Keys in the dtype of the `rows` that they come from lose nothing; `records` is what
+    pseudo-values are stored in.
+    """
+    dtypes = jnp.dtype(rows), jnp.dtype(records)
+    return min(dtypes, key=lambda dtype: dtype.itemsize).name
 
 
 def records(past_count: Int[Array, "..."], spec: Spec) -> Int[Array, "..."]:
@@ -67,4 +94,6 @@ def records(past_count: Int[Array, "..."], spec: Spec) -> Int[Array, "..."]:
 
 def unsupported(spec: Spec) -> str | None:
     """Return which dtype no kernel takes, or None."""
-    return verify_specs.unsupported_dtype(spec) or refusals.dtypes(spec, "record")
+    return verify_specs.unsupported_dtype(spec) or refusals.dtypes(
+        spec, "record", "record_key"
+    )

@@ -187,9 +187,9 @@ class Turn:
 
     def __init__(self, cell: lifecycles.Cell, data: Data):
         self.cell, group = cell, data.group
-        heads = group.sizes.key_heads
+        keys = group.sizes.key_heads, data.inputs[0].k.dtype
         states = [
-            cell.lifecycle.init(data.plain(layer), heads)
+            cell.lifecycle.init(data.plain(layer), *keys)
             for layer in range(cell.layers)
         ]
         output = cell.shapes[2][0]

@@ -130,8 +130,8 @@ class Cell:
         group, lifecycle = self.group, self.lifecycle
         rows, plain = jax.eval_shape(group.draw, jax.random.key(0))
         tree = jax.eval_shape(lambda: group.tree)
-        init = functools.partial(lifecycle.init, key_heads=group.sizes.key_heads)
-        state = jax.eval_shape(init, plain)
+        keys = dict(key_heads=group.sizes.key_heads, key_dtype=rows.k.dtype)
+        state = jax.eval_shape(functools.partial(lifecycle.init, **keys), plain)
         return rows, state, jax.eval_shape(lifecycle.verify, state, rows, tree), tree
 
     def attempt(self, action: Callable[[], Any]) -> None:

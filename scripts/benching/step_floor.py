@@ -101,7 +101,7 @@ def _of_row(subject, accept_length: float, activation: str) -> dict[str, float]:
     )
     moves, history = _moves(subject, scheme, accept_length)
     record_dtype = getattr(lifecycle, "record_dtype", "float32")
-    of_history = memory.history_bytes(shape, 1, record_dtype)
+    of_history = memory.history_bytes(shape, 1, record_dtype, activation)
     return {
         "state": moves * memory.state_bytes(shape, dtype),
         "history": history * of_history,

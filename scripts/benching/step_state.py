@@ -104,7 +104,8 @@ def _dress(lifecycle: commit_lib.Lifecycle, sizes: _Sizes, start: loop.LoopState
     old, draft = start.cache, start.draft
     cache = cache_lib.HybridCache(
         recurrent=tuple(
-            lifecycle.init(rows(state), sizes.key_heads) for state in old.recurrent
+            lifecycle.init(rows(state), sizes.key_heads, old.window[0].dtype)
+            for state in old.recurrent
         ),
         window=tuple(map(rows, old.window)),
         key=tuple(map(slots, old.key)),

@@ -79,7 +79,8 @@ def states(
     """Return S at every checkpoint, [checkpoints, B, Hv, Dv, Dk]."""
     rows = len(inputs.q)
     tree = tree.with_tokens(jnp.zeros((rows, tree.n_max), jnp.int32))
-    start = owner.init(jnp.zeros(state_shape(inputs)), inputs.k.shape[2])
+    keys = inputs.k.shape[2], inputs.k.dtype
+    start = owner.init(jnp.zeros(state_shape(inputs)), *keys)
 
     def advance(inputs, state, step):
         node, token = step

@@ -57,7 +57,7 @@ def batch(nodes, horizon, group, dtype="float32", state_dtype="float32", records
     records = records or "float32"
     history = history_lib.History(
         state=state.astype(state_dtype),
-        k=stack("k").astype(records),
+        k=stack("k").astype(specs.key_dtype(dtype, records)),
         pseudo_values=stack("v").astype(records),
         log_decay=stack("log_decay"),
         count=jnp.asarray(count),
@@ -238,6 +238,8 @@ def test_the_spec_counts_the_history():
     spec = specs.extend(plain, horizon=16, record_dtype="bfloat16")
     record = 16 * 128 * 2 + 32 * (128 * 2 + 4)
     assert spec.bytes_moved - plain.bytes_moved == 2 * 16 * record
+    wide = specs.extend(plain, horizon=16, record_dtype="float32")
+    assert wide.record_key_dtype == plain.input_dtype
     assert spec.fold_bytes == 32 * 128 * 128 * 4
     assert spec.flops > plain.flops
     assert spec.fold_above == 0  # as `fused`, unless it is told

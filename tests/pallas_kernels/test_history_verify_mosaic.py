@@ -70,7 +70,9 @@ def draw(
     inputs += [jnp.asarray(x, jnp.float32) for x in gates]
     history = history_lib.History(
         state=jnp.asarray(normal(heads[1], dims[1], dims[0]), state),
-        k=jnp.asarray(unit(normal(horizon, heads[0], dims[0])), records),
+        k=jnp.asarray(
+            unit(normal(horizon, heads[0], dims[0])), specs.key_dtype(rows, records)
+        ),
         pseudo_values=jnp.asarray(normal(horizon, heads[1], dims[1]), records),
         log_decay=jnp.asarray(-np.abs(normal(horizon, heads[1])) / 4, jnp.float32),
         count=jnp.asarray(counts, jnp.int32),
@@ -291,7 +293,8 @@ def shapes(spec):
     kinds = [((batch, nodes, *x), spec.input_dtype) for x in (key, key, value)]
     kinds += [((batch, nodes, spec.value_heads), "float32")] * 2
     kinds += [((batch, *value, spec.key_dim), spec.state_dtype)]
-    kinds += [((batch, horizon, *x), spec.record_dtype) for x in (key, value)]
+    kinds += [((batch, horizon, *key), spec.record_key_dtype)]
+    kinds += [((batch, horizon, *value), spec.record_dtype)]
     kinds += [((batch, horizon, spec.value_heads), "float32")]
     kinds += [((batch,), "int32"), ((batch, nodes, nodes), "bool")]
     kinds += [((batch,), "int32")] * 2

@@ -283,6 +283,25 @@ def test_storage(records, state):
     assert text.error() < bound
 
 
+def test_keys_of_narrower_rows_stay_as_they_are():
+    """Stored in float32 they would fold into the same bits."""
+    owner, rng = deferred.Deferred(horizon=8), np.random.default_rng(3)
+    tree = tree_lib.DraftTree.chain(3, batch=1)
+    k = jnp.asarray(rng.normal(size=(1, 4, 1, 4)), jnp.bfloat16)
+    v = jnp.asarray(rng.normal(size=(1, 4, 2, 4)), jnp.bfloat16)
+    gates = jnp.full((1, 4, 2), -0.1), jnp.full((1, 4, 2), 0.5)
+    inputs = commit.Inputs(k, k / 2, v, *gates)
+    found = []
+    for key_dtype in (jnp.bfloat16, None):
+        state = owner.init(jnp.ones((1, 2, 4, 4)), 1, key_dtype)
+        _, records = owner.verify(state, inputs, tree)
+        state = owner.commit(state, records, taken([[0, 1, 2]]))
+        assert state.k.dtype == (key_dtype or jnp.float32)
+        assert jnp.array_equal(state.k[0, :3], inputs.k[0, :3])
+        found.append(owner.materialize(state))
+    assert jnp.array_equal(*found)
+
+
 def test_a_tree_deeper_than_there_is_room_for():
     deep = tree_lib.DraftTree.chain(4)
     with pytest.raises(ValueError, match="horizon is 4; .* up to 5 nodes"):
