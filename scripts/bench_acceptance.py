@@ -2,6 +2,7 @@
 
     python scripts/bench_acceptance.py --trees 1,1,1 2,2,1 2,2,2 3,3,3
     python scripts/bench_acceptance.py --drafters mtp dynamic ngram --temperatures 0 1
+    python scripts/bench_acceptance.py --rows 3,2,1@dynamic 3,3,3@mtp@0.5 --resume
     python scripts/bench_acceptance.py --prompts FOLDER --limit 10 --out found.json
 
 Float32, chat format, the first turn of every prompt, stopped at end of text. Greedy, or
@@ -17,17 +18,26 @@ and the rank of each token of the text is kept, --depth tokens deep. That tells 
 static tree accepts, as if it were infinitely wide ("rates", which plan_tree.py reads,
 and "planned": the best trees of --plan nodes against all trees by widths).
 
+Rows are decoded side by side in threads, so that one compiles while another runs. The
+file is written after every row; --resume keeps those that it has of this code, device
+and setting, and adds to them.
+
 The result file:
     trees      {tree: {group: summary, "lossless": ...}} of the MTP head, greedy
     cells      [{"tree", "drafter", "temperature", "nodes", "blocks", "by_depth",
-               "paper", "groups": {group: summary}, "lossless"}] of all
-    rates      see scripts/accepting/rates.py
+               "paper", "groups": {group: summary}, "lossless"}] of all; of greedy
+               dynamic trees "best_width_tree", as in "planned", where ranks are known
+    rates      see scripts/accepting/rates.py, as for the next
+    ranks      what the rates are made from
     planned    see scripts/accepting/claims.py
     texts      samples of what was written
 Exit status: 0; 1 where a greedy text differs and it was no near tie; 2 for wrong input.
 """
 
+import concurrent.futures
 import dataclasses
+import functools
+import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -43,6 +53,7 @@ from scripts.accepting import (
     prompts,
     rates,
     rows,
+    wanted,
 )
 from scripts.accepting import cells as cells_lib
 from scripts.benching import command
@@ -67,6 +78,8 @@ class Options:
     """Widths of each tree, or files of plan_tree.py."""
     drafters: tuple[str, ...] = ("mtp",)
     """Drafters by the names that decode.py gives them."""
+    rows: tuple[str, ...] = ()
+    """TREE[@DRAFTER[@TEMPERATURE]], in place of all that these three lists make."""
     draft_model: str | None = None
     """The model that external drafts with: tiny, or a folder."""
     temperatures: tuple[float, ...] = (0.0,)
@@ -89,6 +102,8 @@ class Options:
     """Texts kept of each category."""
     out: pathlib.Path | None = None
     """Result file; by default under scripts/results, by device."""
+    resume: bool = False
+    """Keep the rows that the file has."""
     plot: pathlib.Path | None = None
     """Draw acceptance and rates into this file (needs matplotlib)."""
 
@@ -98,24 +113,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = command.parse(Options, NAME, arguments)
         check(chosen)
+        asked = wanted.rows(chosen)
         entries = prompts.read(chosen.prompts, chosen.limit)
         show_bar = sys.stderr.isatty()
         model = models.load(chosen.model, dtype="float32", progress=show_bar)
         ids = [encode(model, entry["turns"][0]) for entry in entries]
         check_prompts(model, ids, chosen)
         drafted = {
-            (tree, name): drafting.make(
-                name, topology.read(tree), model, ids, chosen.draft_model
+            one: drafting.make(
+                one.drafter, topology.read(one.tree), model, ids, chosen.draft_model
             )
-            for tree in chosen.trees
-            for name in chosen.drafters
+            for one in asked
         }
+        path = chosen.out or reporting.result_path("acceptance")
+        old = wanted.kept(path, chosen)
     except (ValueError, NotImplementedError, OSError) as error:
         return command.refuse(NAME, error)
-    path = chosen.out or reporting.result_path("acceptance")
     names = {"prompts": chosen.prompts.name, "out": path.name, "plot": None}
     about = {"method": __doc__, "options": dataclasses.asdict(chosen) | names}
-    for found in run(model, entries, ids, drafted, chosen):  # more each time
+    about["setting"] = wanted.setting(chosen)
+    for found in run(model, entries, ids, drafted, chosen, old):  # more each time
         reporting.write_result(path, about | found)
     accept_report.show(found, command.console())
     if chosen.plot is not None:
@@ -132,10 +149,10 @@ def check(chosen: Options) -> None:
     for name in ("trees", "drafters", "temperatures"):
         if not getattr(chosen, name):
             raise ValueError(f"{name} is empty; one or more are allowed")
-    for tree in chosen.trees:
-        topology.read(tree)
     for temperature in chosen.temperatures:
         sampling_lib.Sampling(temperature=temperature)
+    for one in wanted.rows(chosen):
+        topology.read(one.tree)
     least = {"batch": 1, "depth": 0, "samples": 0, "max_new_tokens": 1}
     for name, low in least.items():
         if getattr(chosen, name) < low:
@@ -152,40 +169,94 @@ def check_prompts(model: checkpoints.Model, ids, chosen: Options) -> None:
     prompts_lib.check_budget(ids, chosen.max_new_tokens, most)
 
 
-def run(model, entries, ids, drafted, chosen: Options) -> Iterator[dict[str, Any]]:
+def run(
+    model, entries, ids, drafted, chosen: Options, old=None
+) -> Iterator[dict[str, Any]]:
     """Decode every prompt with everything asked for; yields the fields so far."""
-    found: dict[str, Any] = {
-        name: [] for name in ("cells", "rates", "planned", "texts")
-    }
-    for temperature in chosen.temperatures:
-        sampling = sampling_lib.Sampling(temperature=temperature)
-        command.note(f"plain, temperature {temperature:g}")
-        plain = decode(model, ids, "none", chosen, sampling=sampling)
-        samples = cells_lib.texts(model, entries, plain, chosen.samples)
-        found["texts"] = found["texts"] or samples
-        if chosen.depth and "mtp" in chosen.drafters:
-            command.note(f"rates of mtp, temperature {temperature:g}")
-            rank(found, model, ids, plain, sampling, chosen)
-        for (tree, name), drafter in drafted.items():
-            command.note(f"{name} {tree}, temperature {temperature:g}")
-            options = dict(sampling=sampling, drafter=drafter)
-            made = decode(model, ids, tree, chosen, **options)
-            cell = cells_lib.cell(tree, name, temperature, drafter, entries, made)
-            cell["lossless"] = compared(model, ids, made, plain, sampling)
-            found["cells"].append(cell)
-            yield {"trees": cells_lib.by_tree(found["cells"])} | found
+    found = old or {name: [] for name in wanted.FIELDS}
+    todo = wanted.missing(list(drafted), found)
+    decoded = functools.partial(decode_row, model, ids, chosen)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        hot = list(dict.fromkeys(one.temperature for one in todo))
+        plain = {one: pool.submit(decoded, one) for one in hot}
+        ranked = {
+            one: pool.submit(rank, model, ids, plain[one], one, chosen)
+            for one in hot
+            if wants_ranks(list(drafted), found, one, chosen)
+        }
+        made = {
+            one: pool.submit(decoded, one.temperature, one.tree, drafted[one])
+            for one in todo
+        }
+        for temperature in hot:
+            texts = plain[temperature].result()
+            if not found["texts"]:
+                samples = cells_lib.texts(model, entries, texts, chosen.samples)
+                found["texts"] = samples
+            if temperature in ranked:
+                ranks = ranked[temperature].result()
+                add_rates(found, entries, texts, ranks, temperature, chosen)
+            for one in (one for one in todo if one.temperature == temperature):
+                some = (made[one].result(), texts)
+                add_cell(found, model, entries, ids, one, drafted[one], *some)
+                yield result(found)
+    yield result(found)
 
 
-def rank(found, model, ids, plain, sampling, chosen: Options) -> None:
-    """Add the rates of the MTP head and, of greedy texts, planned trees to `found`."""
-    texts = [row.token_ids for row in plain]
-    ranks = cells_lib.ranks(model, ids, texts, sampling, chosen)
-    entries = rates.entries("mtp", sampling.temperature, ranks)
-    found["rates"] += entries
-    if sampling.greedy and chosen.plan:
-        known = rates.from_entries(chosen.prompts, entries)
+def result(found: dict[str, list]) -> dict[str, Any]:
+    """Return the fields of the file."""
+    return {"trees": cells_lib.by_tree(found["cells"])} | found
+
+
+def decode_row(model, ids, chosen, temperature, tree="none", drafter=None) -> list[Row]:
+    """Decode all prompts for a row, or plainly."""
+    sampling = sampling_lib.Sampling(temperature=temperature)
+    made = decode(model, ids, tree, chosen, sampling=sampling, drafter=drafter)
+    name = "plain" if drafter is None else f"{type(drafter).__name__} {tree}"
+    command.note(f"{name}, temperature {temperature:g}")
+    return made
+
+
+def wants_ranks(asked, found, temperature, chosen: Options) -> bool:
+    """Are rates of the MTP head asked for, and not in the file?"""
+    known = [one["temperature"] for one in found["ranks"]]
+    heads = [one for one in asked if one.drafter == "mtp"]
+    drafts = any(one.temperature == temperature for one in heads)
+    return bool(chosen.depth) and drafts and temperature not in known
+
+
+def rank(model, ids, plain, temperature, chosen: Options) -> list:
+    """Return the ranks that the MTP head gives to plain texts, once there are any."""
+    texts = [row.token_ids for row in plain.result()]
+    sampling = sampling_lib.Sampling(temperature=temperature)
+    found = cells_lib.ranks(model, ids, texts, sampling, chosen)
+    command.note(f"rates of mtp, temperature {temperature:g}")
+    return found
+
+
+def add_rates(found, entries, plain, ranks, temperature, chosen: Options) -> None:
+    """Add the rates of the MTP head and, of greedy texts, planned trees."""
+    about = ("mtp", temperature, ranks)
+    found["rates"] += rates.entries(*about)
+    found["ranks"].append(rates.as_text(*about, prompts.halves(entries)))
+    if temperature == 0 and chosen.plan:
+        texts = [row.token_ids for row in plain]
+        known = rates.from_ranks(ranks)
         depths = sorted({min(3, chosen.depth), chosen.depth})
         found["planned"] = claims.planned(ranks, texts, known, chosen.plan, depths)
+
+
+def add_cell(found, model, entries, ids, one, drafter, made, plain) -> None:
+    """Add the cell of a row."""
+    sampling = sampling_lib.Sampling(temperature=one.temperature)
+    cell = cells_lib.cell(*one, drafter, entries, made)
+    cell["lossless"] = compared(model, ids, made, plain, sampling)
+    if one.drafter == "dynamic" and sampling.greedy:
+        ranks, _ = rates.as_ranks(found["ranks"], "mtp", one.temperature)
+        steps, size = [row.lengths for row in made], (drafter.n_max, drafter.depth_max)
+        if ranks and size[1] <= ranks[0].shape[1]:
+            cell["best_width_tree"] = claims.best_widths(ranks, steps, *size)
+    found["cells"].append(cell)
 
 
 def encode(model: checkpoints.Model, text: str) -> list[int]:

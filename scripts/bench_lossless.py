@@ -2,6 +2,7 @@
 
     python scripts/bench_lossless.py
     python scripts/bench_lossless.py --samples 200000 --rules rejection --json o.json
+    python scripts/bench_lossless.py --json o.json --resume
 
 A target of eight tokens, whose logits depend on the two newest ones, writes short texts
 through the library's own loop: the first token is certain, and the joint distribution
@@ -26,9 +27,12 @@ token that is counted.
 
 The last rows are twins, rules with a fault: a draft is accepted where the target gives
 it probability 0, or what was not drawn yet is not renormalised. They have to FAIL, and
-write 262,144 texts at most.
+write 262,144 texts at most, or one chunk.
 
-On a CPU a row of 4 million samples takes minutes; --samples 200000 is quick.
+Programs are traced one after the other, compile in threads, and run one at a time. The
+file of --json is written after every row; --resume keeps its rows that the same code
+wrote with the same seed and samples. On a CPU a row of 4 million samples takes minutes
+and all of them many hours; --samples 200000 is quick.
 
 Exit status: 0; 1 when a row does not pass; 2 for wrong input, with one line on stderr.
 """
@@ -36,16 +40,18 @@ Exit status: 0; 1 when a row does not pass; 2 for wrong input, with one line on 
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from rich import table as rich_table
 
 from scripts import reporting
-from scripts.benching import command
-from scripts.sampling_checks import cases, drafts, exact, measure
+from scripts.benching import code, command
+from scripts.sampling_checks import cases, drafts, exact, lossless_rows, measure
 from treewy_jax import accept
 
+NAME = "bench_lossless.py"
 ALLOWED = {
     "rules": tuple(accept.RULES),
     "drafters": drafts.NAMES,
@@ -60,8 +66,8 @@ class Options:
 
     samples: int = 2**22
     """Texts to write a row, rounded up to whole chunks."""
-    chunk: int = 2**16
-    """Texts that are written at once."""
+    chunk: int | None = None
+    """Texts that are written at once; by default 2**16 on a CPU and 2**19 elsewhere."""
     seed: int = 0
     """Of all texts: number b has this one folded with b."""
     rules: tuple[str, ...] = ALLOWED["rules"]
@@ -74,42 +80,65 @@ class Options:
     """How far the draft is from the target."""
     json: pathlib.Path | None = None
     """Write the result to this file."""
+    resume: bool = False
+    """Keep what the file has."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     try:
-        chosen = command.parse(Options, "bench_lossless.py", arguments)
+        chosen = command.parse(Options, NAME, arguments)
         check(chosen)
+        found = lossless_rows.kept(chosen.json, about(chosen)) if chosen.resume else {}
     except ValueError as error:
-        return command.refuse("bench_lossless.py", error)
+        return command.refuse(NAME, error)
     names = (chosen.rules, chosen.drafters, chosen.settings, chosen.drafts)
-    wanted = cases.choose(*names)
-    found: list[measure.Found] = []
+    wanted = [case for case in cases.choose(*names) if case not in found]
     with command.progress() as progress:
         task = progress.add_task("compiling", total=len(wanted))
-        rows = min(chosen.chunk, chosen.samples)
+        rows = min(chosen.chunk or default_chunk(), chosen.samples)
         for one in measure.measure(wanted, chosen.samples, rows, chosen.seed):
-            found.append(one)
+            found[one.case] = one
             text = f"{describe(one)}: {state(one)}"
             progress.update(task, advance=1, description=text)
             command.note(text)
+            if chosen.json is not None:
+                write(chosen, in_order(found))
     console = command.console()
-    console.print(table(found))
-    console.print(summary(found), soft_wrap=True)
-    if chosen.json is not None:
-        write(chosen, found)
-    return 0 if all(one.passed for one in found) else 1
+    console.print(table(in_order(found)))
+    console.print(summary(in_order(found)), soft_wrap=True)
+    return 0 if all(one.passed for one in found.values()) else 1
+
+
+def default_chunk() -> int:
+    """Return the texts to write at once: as many as caches hold, or fill a GPU."""
+    return 2**16 if jax.default_backend() == "cpu" else 2**19
+
+
+def in_order(found: Mapping[cases.Case, measure.Found]) -> list[measure.Found]:
+    """Return what was found in the order of the whole table."""
+    order = {case: n for n, case in enumerate(cases.choose(*ALLOWED.values()))}
+    return sorted(found.values(), key=lambda one: order.get(one.case, len(order)))
+
+
+def about(chosen: Options) -> dict[str, Any]:
+    """Return what a row depends on beside its case."""
+    sources = ("treewy_jax", "scripts/sampling_checks")
+    asked = {"samples": chosen.samples, "seed": chosen.seed}
+    return asked | {"code": code.digest(*sources)}
 
 
 def check(chosen: Options) -> None:
     """Raise ValueError for what cannot be measured."""
     command.check_files(chosen.json)
+    if chosen.resume and chosen.json is None:
+        raise ValueError("resume is True; with --json FILE alone it is allowed")
     for name in ("samples", "chunk"):
-        if getattr(chosen, name) < 1:
-            raise ValueError(f"{name} is {getattr(chosen, name)}; 1 or more is allowed")
+        value = getattr(chosen, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; 1 or more is allowed")
     most = 2**31 - 1  # numbers of texts are int32
-    if chosen.samples + chosen.chunk > most:
+    if chosen.samples + (chosen.chunk or default_chunk()) > most:
         raise ValueError(f"samples is {chosen.samples}; less than 2**31 is allowed")
     if not 0 <= chosen.seed < 2**32:
         raise ValueError(f"seed is {chosen.seed}; 0 to 2**32 - 1 are allowed")
@@ -195,6 +224,7 @@ def write(chosen: Options, found: Sequence[measure.Found]) -> None:
     """Write method, options and every row as JSON."""
     fields = {
         "method": __doc__,
+        "about": about(chosen),
         "options": dataclasses.asdict(chosen)
         | {"json": chosen.json and chosen.json.name},
         "limits": {"tvd": measure.LIMIT, "sigmas": measure.SIGMAS},
@@ -203,24 +233,9 @@ def write(chosen: Options, found: Sequence[measure.Found]) -> None:
             for name, sampling in cases.SETTINGS.items()
         },
         "exact_samplers": exact.EXACT_DRAWS,
-        "rows": [record(one) for one in found],
+        "rows": [lossless_rows.record(one) for one in found],
     }
     reporting.write_result(chosen.json, fields)
-
-
-def record(found: measure.Found) -> dict[str, Any]:
-    """Return all that is known of a case."""
-    sigmas = found.yardstick.sigmas(found.distance)
-    return found.case._asdict() | {
-        "samples": found.samples,
-        "accepted": found.accepted,
-        "tvd": found.distance,
-        "exact_mean": found.yardstick.mean,
-        "exact_sigma": found.yardstick.sigma,
-        "sigmas": sigmas if abs(sigmas) < float("inf") else None,
-        "passed": found.passed,
-        "seconds": found.seconds,
-    }
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@
 the tree that accepts most is found by dynamic programming (treewy_jax/planning). With
 step times of bench_step.py, each batch also gets its fastest tree, and the batches in
 which a tree beats the best chain are named. Times of trees that were not timed lie on
-straight lines between those that were, at the same cost a level of drafting.
+straight lines between those that were, at the same cost a level of drafting. How far
+such predictions are from measured tokens a second, scripts/bench_plan.py measures.
 
 `--out` holds the tree recommended: the fastest for the first batch, or, without step
 times, the largest. Exit status: 0, or 2 for wrong input, with one line on stderr.
@@ -133,12 +134,15 @@ def make(chosen: Options) -> dict[str, Any]:
 def described(parents: Sequence[int], measured: planning.ByDepth) -> dict[str, Any]:
     """Return a tree with its depth, expected acceptance and each node's chance."""
     depth = planning.depth_of(parents)
+    reach = [1.0]
+    if depth:
+        reach = planning.reach(parents, measured[depth].at(len(parents)))
     return {
         "parents": list(parents),
         "nodes": len(parents),
         "depth": depth,
         "accept_length": planning.accept_length(parents, measured),
-        "reach": planning.reach(parents, measured[depth]) if depth else [1.0],
+        "reach": reach,
     }
 
 

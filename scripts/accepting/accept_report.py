@@ -17,6 +17,9 @@ def show(found: dict[str, Any], console: rich_console.Console) -> None:
         console.print(ranks(entry))
     if found["planned"]:
         console.print(planned(found["planned"]))
+    changing = [cell for cell in found["cells"] if cell.get("best_width_tree")]
+    if changing:
+        console.print(dynamic(changing))
 
 
 def label(cell: dict[str, Any]) -> str:
@@ -108,4 +111,21 @@ def planned(trees: list[dict]) -> rich_table.Table:
             cells += [f"{best['accept_length']:.3f}", f"{best['difference']:+.3f}"]
             cells.append("{:+.3f} to {:+.3f}".format(*best["interval"]))
         table.add_row(*map(str, cells))
+    return table
+
+
+def dynamic(cells: list[dict]) -> rich_table.Table:
+    """Dynamic trees, and the best tree by widths of as many nodes and levels."""
+    table = rich_table.Table(
+        "tree", "nodes", "depth", "tokens a step", "best by widths", "its tokens",
+        "difference", "95 %",
+    )  # fmt: skip
+    for cell in cells:
+        best, mean = cell["best_width_tree"], cell["groups"]["all"]["lengths"]["mean"]
+        row = [rich.markup.escape(label(cell)), cell["nodes"], cell["depth"]]
+        row += ["none" if mean is None else f"{mean:.3f}"]
+        row += [",".join(map(str, best["widths"])), f"{best['accept_length']:.3f}"]
+        row += [f"{best['difference']:+.3f}"]
+        row += ["{:+.3f} to {:+.3f}".format(*best["interval"])]
+        table.add_row(*map(str, row))
     return table

@@ -28,32 +28,39 @@ def planned(
 
 
 def against_widths(ranks, texts, by_depth, parents) -> dict[str, Any]:
-    """Return what a tree accepts beside the best of no more nodes and no deeper.
-
-    "difference" is the tree's mean less that of the best tree by widths, with the
-    interval of redrawn prompts.
-    """
-    own, best = probe.simulate(ranks, parents), None
-    tried = list(all_widths(len(parents), planning.depth_of(parents)))
-    if tried:
-        widths = max(tried, key=lambda one: _mean(probe.simulate(ranks, _tree(one))))
-        steps = probe.simulate(ranks, _tree(widths))
-        off, interval = rows.difference(own, steps)
-        best = {
-            "widths": list(widths),
-            "accept_length": rows.bootstrap(steps)[0],
-            "difference": off,
-            "interval": interval,
-        }
+    """Return what a tree accepts beside the best of no more nodes and no deeper."""
+    own, depth = probe.simulate(ranks, parents), planning.depth_of(parents)
     made = [rows.Row(list(t), s) for t, s in zip(texts, own, strict=True)]
     return {
         "parents": list(parents),
         "nodes": len(parents),
-        "depth": planning.depth_of(parents),
+        "depth": depth,
         "expected": round(planning.accept_length(parents, by_depth), 4),
         "simulated": rows.summary(made),
-        "width_trees": len(tried),
-        "best_width_tree": best,
+        "width_trees": len(list(all_widths(len(parents), depth))),
+        "best_width_tree": best_widths(ranks, own, len(parents), depth),
+    }
+
+
+def best_widths(
+    ranks: Sequence[np.ndarray], own: Sequence[list[int]], nodes: int, depth: int
+) -> dict[str, Any] | None:
+    """Return the best tree by widths of this size, and how `own` steps compare.
+
+    "difference" is the mean of `own` less that of this tree, with the interval of
+    redrawn prompts.
+    """
+    tried = list(all_widths(nodes, depth))
+    if not tried:
+        return None
+    widths = max(tried, key=lambda one: _mean(probe.simulate(ranks, _tree(one))))
+    steps = probe.simulate(ranks, _tree(widths))
+    off, interval = rows.difference(own, steps)
+    return {
+        "widths": list(widths),
+        "accept_length": rows.bootstrap(steps)[0],
+        "difference": off,
+        "interval": interval,
     }
 
 

@@ -118,13 +118,16 @@ def ranks(
     depth: int,
     sampling: sampling_lib.Sampling | None = None,
     seed: int = 0,
+    tolerated: int = 0,
 ) -> list[Int[np.ndarray, "t D"]]:
     """Return each text's ranks: [t, d - 1] is that of token t + d, -1 behind its end.
 
     `texts` are what the model itself writes after these prompts with these settings.
+    Another program may round a near tie the other way: so many texts as are `tolerated`
+    may differ, and end for the ranks with the first token that does.
 
     Raises:
-        RuntimeError: it writes something else (rounding, or other settings).
+        RuntimeError: more of them differ (other settings, say).
     """
     longest = max(map(len, texts))
     padded = np.zeros((len(texts), longest + depth), np.int32)
@@ -133,7 +136,7 @@ def ranks(
     state = _run(
         model, prompts, texts, Probe(jnp.asarray(padded), depth), sampling, seed
     )
-    _check(state, texts)
+    texts = _agreed(state, texts, tolerated)
     found = np.asarray(mesh_lib.fetch(state.draft.ranks))
     return [
         _cut(rows[: len(text) - 1]) for rows, text in zip(found, texts, strict=True)
@@ -265,15 +268,20 @@ def _run(model, prompts, texts, drafter, sampling, seed) -> loop.LoopState:
         return loop.run(build, model.params, drafter, state, rules, steps, **options)
 
 
-def _check(state, texts) -> None:
+def _agreed(state, texts, tolerated) -> list[list[int]]:
+    """Return the texts, each up to the first token that the model did not write."""
     tokens = np.asarray(mesh_lib.fetch(state.tokens))
+    agreed, told = [], []
     for row, text in enumerate(texts):
-        written = tokens[row, : len(text)].tolist()
-        if written != list(text):
-            place = next(
-                i for i, (a, b) in enumerate(zip(written, text, strict=True)) if a != b
+        off = np.flatnonzero(tokens[row, : len(text)] != np.asarray(text))
+        if off.size:
+            place = int(off[0])
+            told.append(
+                f"prompt {row}: the model wrote token {tokens[row, place]} at {place}, "
+                f"not {text[place]} as the text says"
             )
-            raise RuntimeError(
-                f"prompt {row}: the model wrote token {written[place]} at {place}, not "
-                f"{text[place]} as the text says"
-            )
+            text = text[: place + 1]
+        agreed.append(list(text))
+    if len(told) > tolerated:
+        raise RuntimeError(told[0])
+    return agreed

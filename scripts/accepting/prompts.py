@@ -7,6 +7,7 @@ A line has its text in `turns` (Spec-Bench, MT-bench: the first turn is used), `
 import gzip
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 PROMPTS = pathlib.Path(__file__).parents[1] / "data" / "prompts80.jsonl"
@@ -37,6 +38,28 @@ def read(path: pathlib.Path, limit: int | None = None) -> list[dict[str, Any]]:
         if limit is None or counts[group] <= limit:
             kept.append(entry)
     return kept
+
+
+def rotated(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries with sources and categories in turn, one of each a round."""
+    order = sorted(enumerate(_places(entries)), key=lambda pair: (pair[1], pair[0]))
+    return [entries[number] for number, _ in order]
+
+
+def halves(entries: Sequence[dict[str, Any]]) -> list[int]:
+    """Return 0 or 1 of each entry: those of a source and category take turns."""
+    return [place % 2 for place in _places(entries)]
+
+
+def _places(entries) -> list[int]:
+    """Return how many of the same source and category come before each entry."""
+    counts: dict[tuple, int] = {}
+    found = []
+    for entry in entries:
+        group = (entry["source"], entry["category"])
+        found.append(counts.get(group, 0))
+        counts[group] = found[-1] + 1
+    return found
 
 
 def _read_file(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -1,8 +1,11 @@
 """Write millions of short texts of a case, and count them."""
 
+import collections
 import concurrent.futures
 import functools
+import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -75,25 +78,38 @@ def counts(tokens: jax.Array) -> jax.Array:
 def measure(
     chosen: Sequence[cases.Case], samples: int, rows: int, seed: int
 ) -> Iterator[Found]:
-    """Yield what each case comes to; programs compile ahead, some at a time.
+    """Yield what each case comes to, in their order; programs compile in threads.
 
-    `samples` are rounded up to whole chunks of `rows`.
+    `samples` are rounded up to whole chunks of `rows`. One case runs at a time: chunks
+    are as large as the device likes them, and times are of a device for itself.
     """
-    key = jax.random.key(seed)
+    key, alone = jax.random.key(seed), threading.Lock()
     workers = min(WORKERS, os.cpu_count() or 1)
     pool = concurrent.futures.ThreadPoolExecutor(workers)
-    programs: dict[cases.Case, Any] = {}
+    waiting: collections.deque[concurrent.futures.Future] = collections.deque()
     try:
-        for at, case in enumerate(chosen):
+        for _, group in itertools.groupby(chosen, key=lambda case: case.program):
+            some = list(group)
             # Tracing is the main thread's, for twins replace functions meanwhile.
-            for ahead in chosen[at : at + 2 * workers]:
-                if ahead.program not in programs:
-                    lowered = lower(ahead, key, rows)
-                    programs[ahead.program] = pool.submit(lowered.compile)
-            total = texts(case, samples, rows)
-            yield run(case, programs[case.program].result(), key, total, rows)
+            lowered = lower(some[0], key, rows)
+            waiting.append(
+                pool.submit(_finish, lowered, some, key, samples, rows, alone)
+            )
+            while waiting and (waiting[0].done() or len(waiting) > 2 * workers):
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _finish(lowered, some, key, samples, rows, alone) -> list[Found]:
+    """Compile a program and run its cases, alone on the device."""
+    program = lowered.compile()
+    with alone:
+        return [
+            run(case, program, key, texts(case, samples, rows), rows) for case in some
+        ]
 
 
 def texts(case: cases.Case, samples: int, rows: int) -> int:

@@ -3,21 +3,28 @@
 import gzip
 import json
 import pathlib
-import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 
 import models
 from scripts import bench_acceptance, make_tables
-from scripts.accepting import claims, drafting, paper, probe, prompts, rates, rows
+from scripts.accepting import (
+    claims,
+    drafting,
+    paper,
+    probe,
+    prompts,
+    rates,
+    rows,
+    wanted,
+)
 from scripts.benching import step_inject
 from scripts.decoding import topology
+from tests.scripts import byte_model
 from treewy_jax import planning, sampling
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden/tiny/dense"
 TREE = "31,1"
 NEW = 20
 CHAIN = [-1, 0, 1, 2]
@@ -25,25 +32,7 @@ CHAIN = [-1, 0, 1, 2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The golden model with a token a byte, and the two tokens of the chat format."""
-    made = tmp_path_factory.mktemp("model")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(GOLDEN / name, made)
-    alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - {"þ", "ÿ"}
-    vocabulary = {c: i for i, c in enumerate(sorted(alphabet))}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(made / "tokenizer.json"))
-    lines = [
-        {"turns": [text], "category": text[:1], "source": "made"}
-        for text in ("apple pie", "a bee", "bread")
-    ]
-    (made / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return made
+    return byte_model.write(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +52,7 @@ def ran(folder, tmp_path_factory):
         "--out",
         out,
     ]
-    arguments += ["--plot", out.with_suffix(".png")]
+    arguments += ["--resume", "--plot", out.with_suffix(".png")]
     status = bench_acceptance.main([str(argument) for argument in arguments])
     assert out.with_suffix(".png").stat().st_size > 0
     return status, json.loads(out.read_text())
@@ -116,7 +105,18 @@ def test_a_text_that_the_model_does_not_write_is_refused(measured):
     model, ids, texts, _ = measured
     wrong = [[*text[:4], (text[4] + 1) % 100, *text[5:]] for text in texts]
     with pytest.raises(RuntimeError, match="prompt 0: the model wrote"):
-        probe.ranks(model, ids, wrong, depth=3)
+        probe.ranks(model, ids, wrong, depth=3, tolerated=2)
+
+
+def test_a_near_tie_ends_a_text(measured):
+    """Its roots before keep the ranks that they had."""
+    model, ids, texts, ranks = measured
+    near = [[*texts[0][:4], (texts[0][4] + 1) % 100, *texts[0][5:]], *texts[1:]]
+    found = probe.ranks(model, ids, near, depth=3, tolerated=1)
+    assert [len(one) for one in found[1:]] == [len(one) for one in ranks[1:]]
+    np.testing.assert_array_equal(found[1], ranks[1])
+    np.testing.assert_array_equal(found[0][0], ranks[0][0])  # tokens 1 to 3
+    assert found[0].shape == (4, 3) and found[0][-1].tolist()[1:] == [-1, -1]
 
 
 def test_equal_logits_go_to_the_lower_id():
@@ -161,6 +161,39 @@ def test_what_is_written(ran):
     shares, mean = greedy["by_depth"], greedy["groups"]["all"]["lengths"]["mean"]
     assert len(shares) == 2 and 1 + sum(shares) == pytest.approx(mean, abs=1e-3)
     assert greedy["paper"]["accept_length"] is None
+
+
+def test_rows_by_name():
+    named = bench_acceptance.Options(rows=("3,3@mtp@0.5", "1,1", "1,1@ngram", "1,1"))
+    assert wanted.rows(named) == [
+        ("1,1", "mtp", 0.0),
+        ("1,1", "ngram", 0.0),
+        ("3,3", "mtp", 0.5),
+    ]
+    lists = bench_acceptance.Options(trees=("1", "2"), temperatures=(1.0, 0.0))
+    assert [one.temperature for one in wanted.rows(lists)] == [0, 0, 1, 1]
+
+
+def test_rows_are_added_to_a_file(ran, folder, tmp_path):
+    """Those that it has stay as they are, and what was decoded with them."""
+    out = tmp_path / "acceptance.json"
+    out.write_text(json.dumps(ran[1]))
+    words = ["--model", folder, "--prompts", folder / "prompts.jsonl", "--depth", "3"]
+    words += ["--max-new-tokens", NEW, "--out", out, "--resume", "--rows"]
+    words += ["1,1@ngram", "2,1@dynamic"]
+    assert bench_acceptance.main([str(word) for word in words]) == 0
+    found = json.loads(out.read_text())
+    assert found["cells"][:-2] == ran[1]["cells"]
+    assert [cell["drafter"] for cell in found["cells"]] == ["mtp", "ngram", "dynamic"]
+    assert all(cell["lossless"]["counted"] == 0 for cell in found["cells"])
+    best = found["cells"][-1]["best_width_tree"]
+    mean = found["cells"][-1]["groups"]["all"]["lengths"]["mean"]
+    assert mean - best["accept_length"] == pytest.approx(best["difference"], abs=2e-4)
+    for name in ("trees", "rates", "ranks", "planned", "texts"):
+        assert found[name] == ran[1][name] and found[name]
+    # Another budget is another measurement.
+    other = chosen(resume=True, prompts=folder / "prompts.jsonl", seed=1)
+    assert wanted.kept(out, other)["cells"] == []
 
 
 def test_the_paper_stands_beside_ours():
@@ -331,6 +364,9 @@ def test_prompts_of_a_folder(tmp_path):
         (["--drafters", "oracle"], "'oracle' came; allowed are mtp"),
         (["--drafters", "external"], "external needs --draft-model"),
         (["--temperatures", "-1"], "temperature"),
+        (["--rows", "1,1@mtp@hot"], "rows: '1,1@mtp@hot'"),
+        (["--rows", "1,1@"], "TREE@DRAFTER@TEMPERATURE is allowed"),
+        (["--rows", "1,1@oracle"], "'oracle' came"),
         (["--prompts", "missing.jsonl"], "prompts missing.jsonl"),
         (["--limit", "0"], "limit is 0"),
         (["--batch", "0"], "batch is 0; 1 or more"),

@@ -95,6 +95,53 @@ def test_the_command(tmp_path, capsys):
     assert right["passed"] and twin["passed"]
 
 
+def test_a_run_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
+    """Rows of the same samples, seed and code stay; others are measured anew."""
+    file, asked = tmp_path / "o.json", []
+
+    def measured(chosen, samples, rows, seed):
+        for case in chosen:
+            if len(asked) == 3 and not resumed:
+                raise KeyboardInterrupt
+            asked.append(case)
+            right = exact.Yardstick(0.003, 0.0001)
+            distance = 0.0031 if case.fault is None else 0.5
+            yield measure.Found(case, samples, distance, right, 0.5, 1.0)
+
+    monkeypatch.setattr(measure, "measure", measured)
+    words = "--rules block traversal --drafters 1,1,1 --settings all --samples 4000"
+    resumed, words = False, [*words.split(), "--json", str(file)]
+    with pytest.raises(KeyboardInterrupt):
+        bench_lossless.main(words)
+    assert len(json.loads(file.read_text())["rows"]) == 3
+    resumed = True
+    assert bench_lossless.main([*words, "--resume"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    whole = cases.choose(*bench_lossless.ALLOWED.values())
+    order = [whole.index(cases.Case(*list(row.values())[:6])) for row in rows]
+    assert len(rows) == len(set(asked)) == len(asked) and order == sorted(order)
+    assert bench_lossless.main([*words, "--resume"]) == 0  # nothing is left
+    assert len(asked) == len(rows)
+    assert bench_lossless.main([*words, "--resume", "--seed", "1"]) == 0
+    assert len(asked) == 2 * len(rows)
+    file.write_text('{"rows": []}')
+    assert bench_lossless.main([*words, "--resume"]) == 2
+    assert "no such result" in capsys.readouterr().err
+
+
+def test_programs_run_in_the_order_of_the_cases():
+    """Those that agree share one, and each case has its own texts."""
+    chosen = [
+        cases.Case("greedy", "1,1,1", False, kind, setting)
+        for setting in ("T 0", "T 0, penalties")
+        for kind in ("near", "adversarial")
+    ]
+    made = list(measure.measure(chosen, 64, 64, 0))
+    assert [one.case for one in made] == chosen
+    assert all(one.passed for one in made)
+    assert made[0].accepted > made[1].accepted
+
+
 def test_a_faulty_rule_is_status_1(monkeypatch, capsys):
     """The match of a twin in place of the rule, and a fault that nobody sees."""
     rules = accept.RULES | {"match": twins.TWINS["match", twins.AT_ZERO]}
@@ -117,6 +164,7 @@ def test_a_faulty_rule_is_status_1(monkeypatch, capsys):
         ("--samples 2147483647", "samples 2147483647 2**31"),
         ("--seed -1", "seed -1 2**32"),
         ("--json no/o.json", "no/o.json folder"),
+        ("--resume", "resume --json"),
     ],
 )
 def test_wrong_input_is_one_line(words, told, capsys):

@@ -192,3 +192,20 @@ def test_a_tree_is_judged_by_the_rates_for_its_own_depth():
 def test_rates_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         random_rates(0).table = None
+
+
+def test_rates_for_trees_of_about_that_size():
+    """The nearest by ratio; searches go by the rates of all sizes together."""
+    small, middle, large = (
+        planning.Rates(np.full((1, 1, 40), share)) for share in (0.01, 0.015, 0.02)
+    )
+    sized = ((4, small), (16, middle), (40, large))
+    known = dataclasses.replace(middle, sized=sized)
+    assert [known.at(nodes) for nodes in (2, 5, 9, 39, 400)] == [
+        small, small, middle, large, large,
+    ]  # fmt: skip
+    assert small.at(40) is small
+    for nodes, rates in ((3, small), (12, middle), (41, large)):
+        star = [-1] + [0] * (nodes - 1)
+        wanted = planning.expected(star, rates)
+        assert planning.accept_length(star, {1: known}) == pytest.approx(wanted)

@@ -18,7 +18,8 @@ and the best one comes from two functions of "at most m nodes":
 
 Where the roots are matters as well: a deep tree steps over easy text, and its steps
 begin more often where text is hard. So rates are measured at the roots of such steps,
-for each depth of trees anew (`ByDepth`).
+for each depth of trees anew (`ByDepth`), and for trees of some sizes (`Rates.at`): a
+chain fails on more of the hard text than a tree as deep, whose next step begins there.
 """
 
 import dataclasses
@@ -35,12 +36,14 @@ class Rates:
     Attributes:
         table: p[d - 1, c, r] for depths d = 1..D, contexts c < C (the last one stands
             for sums of C - 1 and more) and ranks r < R.
+        sized: (nodes, rates) measured at the roots of trees of so many nodes.
 
     Raises:
         ValueError: another shape, or numbers that are no probabilities.
     """
 
     table: Float[np.ndarray, "..."]  # the shape is checked here, for files
+    sized: tuple[tuple[int, "Rates"], ...] = ()
 
     def __post_init__(self):
         table = np.asarray(self.table, np.float64)
@@ -85,6 +88,12 @@ class Rates:
     def width(self) -> int:
         """Children of a node with rates."""
         return self.table.shape[2]
+
+    def at(self, nodes: int) -> "Rates":
+        """Return the rates for trees of about so many nodes, by ratio; else these."""
+        if not self.sized:
+            return self
+        return min(self.sized, key=lambda one: abs(np.log(one[0] / nodes)))[1]
 
     def follow(self, context: int, rank: int) -> int:
         """Return the context below the child of this rank."""
@@ -151,7 +160,7 @@ def expected(parents: Sequence[int], rates: Rates) -> float:
 
 
 def accept_length(parents: Sequence[int], by_depth: ByDepth) -> float:
-    """Return `expected` with the rates for trees as deep as this one.
+    """Return `expected` with the rates for trees as deep, and about as large.
 
     Raises ValueError where there are none.
     """
@@ -162,7 +171,7 @@ def accept_length(parents: Sequence[int], by_depth: ByDepth) -> float:
         raise ValueError(
             f"tree of depth {depth}: there are rates for depths {list(by_depth)}"
         )
-    return expected(parents, by_depth[depth])
+    return expected(parents, by_depth[depth].at(len(parents)))
 
 
 def depth_of(parents: Sequence[int]) -> int:
