@@ -47,7 +47,8 @@ class Generation:
             the prompt pass emits, they add up to the tokens of the row.
         cut: the row's last step was cut short by end-of-text or budget.
         steps: target passes after the prompt, the same for all rows.
-        state_bytes: bytes allocated for recurrent, conv, kv, mtp_kv and records.
+        state_bytes: bytes allocated for recurrent, conv, kv, mtp_kv and records; an
+            external draft model's whole cache counts as mtp_kv.
         last_tree: the last tree verified, as (tokens, parents, accepted path) a row.
     """
 
@@ -232,8 +233,9 @@ class _Program:
     ) -> dict[str, int]:
         """Return the bytes of the allocated state, and of the records of one step."""
         shapes = _records.eval_shape(self.build, self.params, state.cache, state.tree)
-        mtp_kv = [getattr(state.draft, name, ()) for name in ("key", "value")]
-        return cache_lib.state_bytes(state.cache, shapes, mtp_kv, lifecycle)
+        kept = ("key", "value", "cache")  # of the MTP head, or of a draft model
+        drafter = [getattr(state.draft, name, ()) for name in kept]
+        return cache_lib.state_bytes(state.cache, shapes, drafter, lifecycle)
 
 
 @functools.partial(jax.jit, static_argnames="build")
