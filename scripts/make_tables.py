@@ -191,7 +191,7 @@ def commits() -> str:
     for row in read("nvidia-h200/commit")["rows"]:
         groups.setdefault((row["nodes"], row["batch"]), {})[row["lifecycle"]] = row
     rows = []
-    for (count, batch), found in groups.items():
+    for (count, batch), found in sorted(groups.items()):
         cells = [_moves(found[label]) for label in LIFECYCLES]
         rows.append([str(count), str(batch), *cells])
     return markdown(["n", "B", *LIFECYCLES], rows)
@@ -216,10 +216,11 @@ def peers() -> str:
     """Microseconds of a layer, raw rows in, beside kernels of other projects."""
     groups: dict[str, dict[str, Any]] = {}
     for row in read("nvidia-h200/peers")["rows"]:
+        found = groups.setdefault(row["comparison"]["label"], {})
         if row["in_a_row_us"] is not None:
-            who = row["who"] if row["who"] != "ours" else f"our {row['computes']}"
-            comparison = row["comparison"]["label"].removeprefix("verify ")
-            groups.setdefault(comparison, {})[who] = row["in_a_row_us"]["median"]
+            who = row["computes"] if row["who"] == "ours" else row["who"]
+            who = "ours" if who == row["comparison"]["name"] else who
+            found[who] = row["in_a_row_us"]["median"]
     rows = [
         [label, *(_beside(found, name) for name in PEERS)]
         for label, found in groups.items()
@@ -228,9 +229,11 @@ def peers() -> str:
 
 
 PEERS = {
-    "our verify": "our verify",
-    "our verify + commit": "our verify + commit",
+    "ours": "ours",
+    "verify + commit": "ours, verify + commit",
+    "fused step": "ours, fused",
     "fla fused_recurrent": "FLA fused_recurrent",
+    "fla chunk": "FLA chunk",
     "treewy": "TreeWY's: commit + verify",
     "weaver_tf32": "Weaver's, tf32",
     "weaver_bf16": "Weaver's, bf16",
@@ -240,8 +243,8 @@ PEERS = {
 def _beside(found: dict[str, float], name: str) -> str:
     if name not in found:
         return ""
-    times = f" ({found[name] / found['our verify']:.2f})"
-    return f"{found[name]:.3g}" + (times if name != "our verify" else "")
+    times = f" ({found[name] / found['ours']:.2f})"
+    return f"{found[name]:.3g}" + (times if name != "ours" else "")
 
 
 def whole_steps() -> str:
