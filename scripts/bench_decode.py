@@ -11,8 +11,8 @@ head, and random weights made on the device. Its drafts are accepted by chance o
 prompt pass runs at most 64 tokens; a longer context repeats their keys and values.
 
 Parts are the model's own methods on those weights, each compiled alone:
-    projections   all of the mixers but those of a and b, with output norms and gates
-    GDN front     projections of a and b, conv along ancestors, head norms, gates
+    projections   all of the mixers, with output norms and gates
+    GDN front     conv along ancestors, head norms, gates
     GDN verify    the recurrence over the nodes of all GDN layers of a block
     attention     attention over prefix and tree
     MLP, MoE      feed-forward of all layers

@@ -38,7 +38,8 @@ class Records:
 
     Attributes:
         recurrent: the lifecycle's records of each recurrent layer.
-        rows: raw conv rows of the nodes there.
+        rows: raw conv rows of the nodes there; a target may keep more columns beside
+            them until it commits.
         key: rotated keys of the nodes in each attention layer.
         value: their values.
     """

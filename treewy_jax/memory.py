@@ -2,6 +2,7 @@
 
 With s, a and f the bytes of a state element, of an activation and of what the solve
 accumulates in (4, or 8 in float64), L GDN layers, C = 2 Hk Dk + Hv Dv conv channels,
+J = C + 2 Hv + Hv Dv columns that a layer makes of a row (those, gates, output gate),
 and n nodes verified (root and drafts):
 
     state      S = L Hv Dv Dk s; store-all: (n + 1) S + 4 L, a ring of states and where
@@ -14,7 +15,7 @@ and n nodes verified (root and drafts):
     records    what verification leaves until commit, for each node:
                  all but store-all   L (Hk Dk a + Hv Dv f + Hv f)   key, pseudo-value,
                                                                     decay
-                 all                 L C a + kv                     raw conv row, KV
+                 all                 L J a + kv                     raw row, KV
 
 A state that verification writes (all but reconstruct) takes the memory of the one it
 got, as nothing reads that any more.
@@ -115,6 +116,11 @@ class Shape:
         """C, the q, k and v rows of a GDN layer side by side."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    @property
+    def joint_columns(self) -> int:
+        """J, a raw row of a GDN layer, which is kept as the projection wrote it."""
+        return self.conv_channels + self.value_heads * (2 + self.value_dim)
+
 
 class Blocks(NamedTuple):
     """How many whole states a scheme holds for one sequence while it verifies.
@@ -136,7 +142,7 @@ class Row(NamedTuple):
         counted: the states as the paper counts them, without anything else.
         allocated: the states that are arrays.
         records: of the rest, what grows with the tree: keys, pseudo-values, decays,
-            conv rows and KV of the nodes.
+            raw rows and KV of the nodes.
     """
 
     model: str
@@ -181,7 +187,8 @@ def history_bytes(
 
 def conv_bytes(shape: Shape, dtype: DTypeLike = ACTIVATION) -> int:
     """Return the conv windows of all layers: L (W - 1) C a bytes a sequence."""
-    return (shape.conv_width - 1) * _conv_row_bytes(shape, dtype)
+    row = shape.gdn_layers * shape.conv_channels * _size("activation_dtype", dtype)
+    return (shape.conv_width - 1) * row
 
 
 def kv_bytes(shape: Shape, tokens: int, dtype: DTypeLike = ACTIVATION) -> int:
@@ -210,7 +217,8 @@ def record_bytes(
         ValueError: unknown scheme, negative n, or a dtype that is no float.
     """
     _check_count("n", n)
-    node = _conv_row_bytes(shape, activation_dtype)
+    size = _size("activation_dtype", activation_dtype)
+    node = shape.gdn_layers * shape.joint_columns * size
     node += kv_bytes(shape, 1, activation_dtype)
     if _scheme(scheme) != "store-all":
         node += _factor_bytes(shape, state_dtype, activation_dtype)
@@ -321,10 +329,6 @@ def _factor_bytes(shape, state_dtype, activation_dtype) -> int:
     key = shape.key_heads * shape.key_dim * _size("activation_dtype", activation_dtype)
     written = shape.value_heads * (shape.value_dim + 1) * accumulated
     return shape.gdn_layers * (key + written)
-
-
-def _conv_row_bytes(shape, dtype) -> int:
-    return shape.gdn_layers * shape.conv_channels * _size("activation_dtype", dtype)
 
 
 def _kv_layer_bytes(shape, tokens, dtype) -> int:

@@ -35,7 +35,7 @@ from treewy_jax import mesh as mesh_lib
 # Letters that stand together are spread together or not at all.
 LETTERS = {
     ("B",): ("data",),
-    ("Hk", "Hv", "C"): ("tensor",),
+    ("Hk", "Hv", "C", "joint"): ("tensor",),
     ("heads", "kv"): ("tensor",),
     ("E",): ("expert", "tensor"),
     ("I",): ("expert", "tensor"),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+NEXT = "qwen3_next"  # a mixture of experts of the same layers, with packed projections
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -40,6 +41,12 @@ FIXED = {
     "mtp_use_dedicated_embeddings": (False,),
     "output_gate_type": ("swish", "silu"),
     "quantization_config": (),
+}
+# The same of Qwen3-Next alone.
+FIXED_NEXT = {
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "norm_topk_prob": (True,),
 }
 
 
@@ -148,7 +155,9 @@ class Qwen3_5Config:
         fields |= _rope_fields(text)
         fields["full_attention_interval"] = _interval(text)
         fields["rms_norm_eps"] = text.get("rms_norm_eps", 1e-6)
-        fields["mtp_num_hidden_layers"] = text.get("mtp_num_hidden_layers", 0)
+        # Qwen3-Next has a head that its config does not tell of.
+        heads = int(text.get("model_type") == NEXT)
+        fields["mtp_num_hidden_layers"] = text.get("mtp_num_hidden_layers", heads)
         fields["mamba_ssm_dtype"] = text.get("mamba_ssm_dtype", "float32")
         fields["dtype"] = (
             _first(text, raw, names=("dtype", "torch_dtype")) or "bfloat16"
@@ -207,19 +216,15 @@ def _check_model_type(raw: Mapping, text: Mapping) -> bool:
     named = [level["model_type"] for level in (raw, text) if "model_type" in level]
     if not named:
         raise ValueError(f"config: field model_type is missing, expected {MODEL_TYPES}")
-    if "qwen3_next" in named:
-        raise NotImplementedError(
-            "model_type 'qwen3_next': its packed in_proj_qkvz and in_proj_ba are not "
-            "de-interleaved yet"
-        )
     for name in named:
-        if name not in MODEL_TYPES:
-            raise ValueError(f"model_type {name!r}: expected one of {MODEL_TYPES}")
-    return any("moe" in name for name in named)
+        if name not in (*MODEL_TYPES, NEXT):
+            allowed = (*MODEL_TYPES, NEXT)
+            raise ValueError(f"model_type {name!r}: expected one of {allowed}")
+    return any("moe" in name or name == NEXT for name in named)
 
 
 def _check_supported(raw: Mapping, text: Mapping) -> None:
-    for name, allowed in FIXED.items():
+    for name, allowed in (FIXED | FIXED_NEXT).items():
         value = _first(text, raw, names=(name,))
         if value is not None and value not in allowed:
             wanted = " or ".join(map(repr, allowed)) or "none"

@@ -60,7 +60,7 @@ class DecoderLayer(nnx.Module):
         nodes: "NodeView",
         lifecycle: commit.Lifecycle,
     ) -> tuple[Float[Array, "B n H"], tuple]:
-        """Run all nodes; returns rows and (conv rows, lifecycle records) or (k, v)."""
+        """Run all nodes; returns rows and (raw rows, lifecycle records) or (k, v)."""
         if self.attends:
             mixer = self.self_attn
             return self(

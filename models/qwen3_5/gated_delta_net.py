@@ -5,9 +5,13 @@ For token t with input x (qwen35.md 1.1 of the design; Yang et al., arXiv 2412.0
     q, k, v = heads(silu(conv(x W_qkv)));  q, k l2-normalised, q scaled by Dk^-0.5
     beta = sigmoid(x W_b);  log_decay = -exp(A_log) softplus(x W_a + dt_bias)
     output = (norm_weight * rms(o)) * silu(x W_z), projected back
+
+One matrix `in_proj` holds the columns of all projections, q | k | v | b | a | z, so
+that they are one product, of which later kernels read their columns where they lie.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,17 +45,24 @@ _decode = sharding.by_letters(
 _gdn_front = sharding.by_letters(
     gdn_front.gdn_front,
     letters={
-        "rows": "B n C",
+        "rows": "B n joint",
         "window": "B W1 C",
         "taps": "C W",
-        "a": "B n Hv",
-        "b": "B n Hv",
         "A_log": "Hv",
         "dt_bias": "Hv",
         "windows": "B n W",
     },
     sizes={"key_heads": "Hk"},
 )
+
+
+class Columns(NamedTuple):
+    """What lies side by side in the rows of `in_proj`."""
+
+    conv: Float[Array, "B T C"]
+    b: Float[Array, "B T Hv"]
+    a: Float[Array, "B T Hv"]
+    z: Float[Array, "B T Hv Dv"]
 
 
 class ConvWeight(nnx.Module):
@@ -85,10 +96,8 @@ class GatedDeltaNet(nnx.Module):
     def __init__(self, config: config_lib.Qwen3_5Config, *, dtype, rngs):
         size, heads = config.hidden_size, config.linear_num_value_heads
         options = dict(dtype=dtype, rngs=rngs)
-        self.in_proj_qkv = layers.linear(size, config.conv_dim, **options)
-        self.in_proj_z = layers.linear(size, config.value_dim, **options)
-        self.in_proj_b = layers.linear(size, heads, **options)
-        self.in_proj_a = layers.linear(size, heads, **options)
+        joint = config.conv_dim + 2 * heads + config.value_dim
+        self.in_proj = layers.linear(size, joint, **options)
         self.out_proj = layers.linear(config.value_dim, size, **options)
         self.conv1d = ConvWeight(
             config.conv_dim, config.linear_conv_kernel_dim, **options
@@ -108,21 +117,21 @@ class GatedDeltaNet(nnx.Module):
 
         Returns the mixed rows and (conv window [B, W-1, C], state [B, Hv, Dv, Dk]).
         """
-        rows = self.in_proj_qkv(x)
-        window = conv.empty_window(rows, self.conv1d.weight.shape[-1])
+        columns = split_columns(self.in_proj(x), self.config)
+        window = conv.empty_window(columns.conv, self.conv1d.weight.shape[-1])
         q, k, v = _split_heads(
-            conv.causal(rows, window, self.conv1d.weight[...]),
+            conv.causal(columns.conv, window, self.conv1d.weight[...]),
             key_heads=self.config.linear_num_key_heads,
             key_dim=self.config.linear_key_head_dim,
             value_dim=self.config.linear_value_head_dim,
-            dtype=self.in_proj_qkv.kernel.dtype,
+            dtype=self.in_proj.kernel.dtype,
         )
         valid = jnp.arange(x.shape[1])[None] < lengths[:, None]
-        log_decay, beta = self._gates(x, valid)
+        log_decay, beta = self._gates(columns, valid)
         state = jnp.zeros(self._state_shape(x.shape[0]), log_decay.dtype)
         output, state = _chunk_prefill(q, k, v, log_decay, beta, state)
-        window = conv.window_at(rows, window, lengths)
-        return self._output(output, x), (window, state)
+        window = conv.window_at(columns.conv, window, lengths)
+        return self._output(output, columns.z), (window, state)
 
     def decode(
         self,
@@ -131,15 +140,16 @@ class GatedDeltaNet(nnx.Module):
         state: Float[Array, "B Hv Dv Dk"],
     ) -> tuple[Float[Array, "B H"], tuple[Array, Array]]:
         """Run one token by the recurrence; returns its row, new window and state."""
-        x = x[:, None]
-        rows = self.in_proj_qkv(x)
+        rows = self.in_proj(x[:, None])
+        columns = split_columns(rows, self.config)
         width = self.conv1d.weight.shape[-1]
         newest = jnp.broadcast_to(jnp.arange(width), (x.shape[0], 1, width))
-        inputs = self._front(x, rows, window, newest)
+        inputs = self._front(rows, window, newest)
         q, k, v, log_decay, beta = (row[:, 0] for row in inputs)
         output, after = _decode(q, k, v, log_decay, beta, state)
-        window = conv.window_at(rows, window, jnp.ones(x.shape[0], jnp.int32))
-        return self._output(output[:, None], x)[:, 0], (window, after)
+        one = jnp.ones(x.shape[0], jnp.int32)
+        window = conv.window_at(columns.conv, window, one)
+        return self._output(output[:, None], columns.z)[:, 0], (window, after)
 
     def verify(
         self,
@@ -153,17 +163,17 @@ class GatedDeltaNet(nnx.Module):
         """Run every node of `tree` below the committed state, which is only read.
 
         `windows` are the row numbers from `conv.tree_windows`. Returns the mixed rows
-        and the records to commit from: (raw conv rows [B, n, C], lifecycle records).
+        and the records to commit from: (raw rows [B, n, joint], lifecycle records).
         """
-        rows = self.in_proj_qkv(x)
-        inputs = self._front(x, rows, window, windows)
+        rows = self.in_proj(x)
+        inputs = self._front(rows, window, windows)
         output, records = lifecycle.verify(state, inputs, tree)
-        return self._output(output, x), (rows, records)
+        z = split_columns(rows, self.config).z
+        return self._output(output, z), (rows, records)
 
     def _front(
         self,
-        x: Float[Array, "B n H"],
-        rows: Float[Array, "B n C"],
+        rows: Float[Array, "B n joint"],
         window: Float[Array, "B W1 C"],
         windows: Int[Array, "B n W"],
     ) -> commit.Inputs:
@@ -173,33 +183,29 @@ class GatedDeltaNet(nnx.Module):
                 rows,
                 window,
                 self.conv1d.weight[...],
-                self.in_proj_a(x),
-                self.in_proj_b(x),
                 self.A_log[...],
                 self.dt_bias[...],
                 windows,
                 key_heads=self.config.linear_num_key_heads,
                 key_dim=self.config.linear_key_head_dim,
+                value_dim=self.config.linear_value_head_dim,
             )
         )
 
     def _gates(
-        self, x: Float[Array, "B T H"], valid: Bool[Array, "B T"] | None = None
+        self, columns: Columns, valid: Bool[Array, "B T"]
     ) -> tuple[Float[Array, "B T Hv"], Float[Array, "B T Hv"]]:
         """Return log_decay <= 0 and beta in (0, 1), float32; both 0 where not valid."""
-        a = self.in_proj_a(x).astype(jnp.float32)
+        a = columns.a.astype(jnp.float32)
         rate = jnp.exp(self.A_log[...].astype(jnp.float32))
         log_decay = -rate * jax.nn.softplus(a + self.dt_bias[...].astype(jnp.float32))
-        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
-        if valid is None:
-            return log_decay, beta
+        beta = jax.nn.sigmoid(columns.b.astype(jnp.float32))
         keep = valid[..., None]
         return jnp.where(keep, log_decay, 0.0), jnp.where(keep, beta, 0.0)
 
     def _output(
-        self, output: Float[Array, "B T Hv Dv"], x: Float[Array, "B T H"]
+        self, output: Float[Array, "B T Hv Dv"], z: Float[Array, "B T Hv Dv"]
     ) -> Float[Array, "B T H"]:
-        z = self.in_proj_z(x).reshape(output.shape)
         gated = self.norm(output, z)
         return self.out_proj(gated.reshape(*gated.shape[:2], -1))
 
@@ -211,6 +217,33 @@ class GatedDeltaNet(nnx.Module):
             cfg.linear_value_head_dim,
             cfg.linear_key_head_dim,
         )
+
+
+def split_columns(
+    rows: Float[Array, "B T joint"], config: config_lib.Qwen3_5Config
+) -> Columns:
+    """Split rows that `in_proj` made; on a mesh, each device those of its heads."""
+    return _split_columns(
+        rows,
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        value_dim=config.linear_value_head_dim,
+    )
+
+
+@functools.partial(sharding.by_letters, sizes={"key_heads": "Hk", "value_heads": "Hv"})
+def _split_columns(
+    rows: Float[Array, "B T joint"],
+    *,
+    key_heads: int,
+    value_heads: int,
+    value_dim: int,
+) -> Columns:
+    values = value_heads * value_dim
+    ends = [-values - 2 * value_heads, -values - value_heads, -values]
+    conv_rows, b, a, z = jnp.split(rows, [rows.shape[-1] + end for end in ends], -1)
+    z = z.reshape(*z.shape[:2], value_heads, value_dim)
+    return Columns(conv_rows, b, a, z)
 
 
 @functools.partial(sharding.by_letters, sizes={"key_heads": "Hk"})

@@ -43,16 +43,21 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU feed-forward: `down(silu(gate x) * up x)`."""
+    """SwiGLU feed-forward: `down(silu(gate x) * up x)`.
+
+    `gate_up_proj` [H, 2, I] holds both matrices, so that one product is made.
+    """
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, dtype, rngs):
-        options = dict(dtype=dtype, rngs=rngs)
-        self.gate_proj = linear(hidden_size, intermediate_size, **options)
-        self.up_proj = linear(hidden_size, intermediate_size, **options)
-        self.down_proj = linear(intermediate_size, hidden_size, **options)
+        init = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
+        shape = (hidden_size, 2, intermediate_size)
+        self.gate_up_proj = nnx.Param(init(rngs.params(), shape, dtype))
+        self.down_proj = linear(intermediate_size, hidden_size, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        matrices = self.gate_up_proj[...].astype(x.dtype)
+        both = jnp.tensordot(x, matrices, 1, precision=lax.Precision.HIGHEST)
+        return self.down_proj(jax.nn.silu(both[..., 0, :]) * both[..., 1, :])
 
 
 def rotary_table(

@@ -86,7 +86,7 @@ class Qwen3_5(nnx.Module):
         """Run every node of `tree` behind `length` tokens; `cache` is only read.
 
         `cache` is laid out as `prefill`'s second result, with lifecycle states, and so
-        are the records returned: (conv rows, lifecycle records), (keys, values).
+        are the records returned: (raw rows, lifecycle records), (keys, values).
         """
         nodes = decoder.NodeView(
             tree=tree,

@@ -1,7 +1,7 @@
-"""Mixture of experts: the top k of a softmax, renormalised, plus a gated shared one.
+"""Mixture of experts: the softmax of the top k scores, plus a gated shared expert.
 
-p = softmax(x W_gate);  y = sum_{e in top k} p_e / sum(p_top) * expert_e(x)
-                            + sigmoid(x w_shared) * shared_expert(x)
+s = W_gate x;  y = sum_{e in top k} exp(s_e) / sum(exp(s_top)) * expert_e(x)
+                   + sigmoid(w_shared x) * shared_expert(x)
 """
 
 import jax
@@ -14,7 +14,28 @@ from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import layers
 from models.qwen3_5 import sharding as table
 from pallas_kernels.grouped_matmul import op as grouped_matmul
+from pallas_kernels.grouped_matmul import router
 from treewy_jax import sharding
+
+
+class Gate(nnx.Module):
+    """Which experts a row goes to, and the gate of the shared one: rows of a matrix.
+
+    `weight` [E + 1, H] is as checkpoints store it, the shared expert's row the last.
+    """
+
+    def __init__(self, config: config_lib.Qwen3_5Config, *, dtype, rngs):
+        init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+        shape = (config.num_experts + 1, config.hidden_size)
+        self.weight = nnx.Param(init(rngs.params(), shape, dtype))
+        self.top_k = config.num_experts_per_tok
+
+    def __call__(
+        self, x: Float[Array, "T H"]
+    ) -> tuple[Float[Array, "T K1"], Int[Array, "T K"]]:
+        """Return weights, the shared expert's in the last column, and experts."""
+        weight = self.weight[...].astype(x.dtype)
+        return router.route(x, weight, self.top_k, shared=True)
 
 
 class Experts(nnx.Module):
@@ -34,14 +55,12 @@ class MoE(nnx.Module):
     """The feed-forward of a mixture-of-experts layer."""
 
     def __init__(self, config: config_lib.Qwen3_5Config, *, dtype, rngs):
-        size, options = config.hidden_size, dict(dtype=dtype, rngs=rngs)
-        self.gate = layers.linear(size, config.num_experts, **options)
+        options = dict(dtype=dtype, rngs=rngs)
+        self.gate = Gate(config, **options)
         self.experts = Experts(config, **options)
         self.shared_expert = layers.MLP(
-            size, config.shared_expert_intermediate_size, **options
+            config.hidden_size, config.shared_expert_intermediate_size, **options
         )
-        self.shared_expert_gate = layers.linear(size, 1, **options)
-        self.top_k = config.num_experts_per_tok
 
     def __call__(self, x: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
         if sharding.active() is None:
@@ -69,26 +88,33 @@ class MoE(nnx.Module):
         one over `inner_over`.
         """
         rows = x.reshape(-1, x.shape[-1])
-        scores = jax.nn.softmax(self.gate(rows).astype(jnp.float32), axis=-1)
-        weights, experts = lax.top_k(scores, self.top_k)
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        weights, experts = self.gate(rows)
         if over:
             experts = self._own(experts, over)
-        routed = grouped_matmul.swiglu_experts(
-            rows,
-            self.experts.gate_up_proj[...],
-            self.experts.down_proj[...],
-            experts,
-            weights,
-        )
-        shared = jax.nn.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(
-            rows
-        )
+        alike = self._alike() if over == inner_over else None
+        if alike is not None:
+            mixed = sharding.total(self._run(rows, experts, weights, alike), over)
+            return mixed.reshape(x.shape)
+        routed = self._run(rows, experts, weights[:, :-1])
+        shared = weights[:, -1:].astype(x.dtype) * self.shared_expert(rows)
         if over == inner_over:
             mixed = sharding.total(routed + shared, over)
         else:
             mixed = sharding.total(routed, over) + sharding.total(shared, inner_over)
         return mixed.reshape(x.shape)
+
+    def _run(self, rows, experts, weights, alike=None):
+        """Run rows through their experts, and through the one of `_alike`."""
+        matrices = self.experts.gate_up_proj[...], self.experts.down_proj[...]
+        return grouped_matmul.swiglu_experts(rows, *matrices, experts, weights, alike)
+
+    def _alike(self) -> tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None:
+        """Return the shared expert if it is of the size of the others, on a device."""
+        gate_up = self.shared_expert.gate_up_proj[...]
+        down = self.shared_expert.down_proj.kernel[...]
+        if down.shape != self.experts.down_proj.shape[1:]:
+            return None
+        return gate_up.reshape(len(gate_up), -1), down
 
     def _own(
         self, experts: Int[Array, "T K"], over: tuple[str, ...]

@@ -175,6 +175,10 @@ def _recipe(path: weights.Path, config: config_lib.Qwen3_5Config) -> _Recipe:
     size, names = config.hidden_size, [part for part in path if isinstance(part, str)]
     identity = _identity(size) if config.is_moe else 0
     leaf = names[-1]
+    if names[-2:] == ["gate", "weight"]:
+        return _Recipe("router", ROUTER_GAIN, identity)
+    if leaf == "gate_up_proj" and "experts" not in names:
+        return _Recipe("noise", size**-0.5)
     if leaf in ("A_log", "dt_bias"):
         return _Recipe(leaf)
     if leaf == "weight":
@@ -188,8 +192,6 @@ def _recipe(path: weights.Path, config: config_lib.Qwen3_5Config) -> _Recipe:
     if leaf == "embedding":
         scale = size**-0.5 if config.tie_word_embeddings else 1.0
         return _Recipe("embedding", scale, identity)
-    if names[-2:] == ["gate", "kernel"]:
-        return _Recipe("router", ROUTER_GAIN, identity)
     kind = "noise"
     if identity and any(name in WRITERS for name in names):
         kind = "writer"
@@ -256,22 +258,26 @@ def _joint(recipe, seed, shape, bias) -> Float[Array, "H2 H"]:
     return jnp.where(same & (_place(shape, 1) <= recipe.identity), 1.0, found)
 
 
-def _router(recipe, seed, shape, bias) -> Float[Array, "H E"]:
+def _router(recipe, seed, shape, bias) -> Float[Array, "E1 H"]:
     """Signs below identity, the bias of each expert below the constant.
 
     Walsh functions, times random signs of the channels for every `identity` experts:
     with random signs alone some experts would be like others and share their load.
+    The last row, the gate of the shared expert, is noise.
     """
-    identity = jnp.uint32(recipe.identity)
-    channel, expert = _place(shape, 0), _place(shape, 1)
+    identity, experts = jnp.uint32(recipe.identity), shape[0] - 1
+    expert, channel = _place(shape, 0), _place(shape, 1)
     turned = mix(mix(channel ^ seed) ^ (expert // identity)) >> 31
     walsh = lax.population_count(channel & (expert % identity))
     sign = 1.0 - 2.0 * ((turned + walsh) % 2).astype(jnp.float32)
     # Which experts are busy differs from layer to layer.
-    order = jnp.argsort(mix(jnp.arange(shape[1], dtype=jnp.uint32) ^ mix(seed)))
-    below = jnp.where(channel == identity, bias[order], 0.0)
+    order = jnp.argsort(mix(jnp.arange(experts, dtype=jnp.uint32) ^ mix(seed)))
+    bias = jnp.pad(bias[order], (0, 1))[:, None]
+    below = jnp.where(channel == identity, bias, 0.0)
     noise = sign / math.sqrt(recipe.identity)
-    return recipe.scale * jnp.where(channel < identity, noise, below)
+    routed = recipe.scale * jnp.where(channel < identity, noise, below)
+    gate = math.sqrt(3 / shape[1]) * _uniform(seed, shape)
+    return jnp.where(expert < experts, routed, gate)
 
 
 _KINDS = {

@@ -1,10 +1,11 @@
 """Where the parameters and the cache of a Qwen3.5 model lie on a mesh of devices.
 
 `LETTERS` names the dimensions of each parameter; treewy_jax.sharding says which axis a
-letter is spread over, and that it stays whole where the axis does not divide it. Two
-kinds of parameters are rearranged, so that a device's part is that of its own heads:
+letter is spread over, and that it stays whole where the axis does not divide it. Some
+parameters are rearranged, so that a device's part is that of its own heads:
 
 * the conv channels q | k | v are ordered by device: q, k, v of its heads;
+* so are the joint columns q | k | v | b | a | z of the input projection;
 * key heads of attention that are fewer than the devices are there once for each.
 
 A spread model computes what the stored one does; its parameters are not to be saved.
@@ -32,11 +33,8 @@ Config = config_lib.Qwen3_5Config
 LETTERS = {
     ("embed_tokens", "embedding"): "V H",
     ("lm_head", "kernel"): "H V",
-    ("in_proj_qkv", "kernel"): "H C",
+    ("in_proj", "kernel"): "H joint",
     ("conv1d", "weight"): "C W",
-    ("in_proj_z", "kernel"): "H Hv",
-    ("in_proj_a", "kernel"): "H Hv",
-    ("in_proj_b", "kernel"): "H Hv",
     ("A_log",): "Hv",
     ("dt_bias",): "Hv",
     ("out_proj", "kernel"): "Hv H",
@@ -44,8 +42,8 @@ LETTERS = {
     ("k_proj", "kernel"): "H kv",
     ("v_proj", "kernel"): "H kv",
     ("o_proj", "kernel"): "heads H",
-    ("gate_proj", "kernel"): "H I",
-    ("up_proj", "kernel"): "H I",
+    ("mlp", "gate_up_proj"): "H G I",
+    ("shared_expert", "gate_up_proj"): "H G I",
     ("down_proj", "kernel"): "I H",
     ("experts", "gate_up_proj"): "E H F2",
     ("experts", "down_proj"): "E F H",
@@ -98,26 +96,24 @@ def kv_copies(config: Config, mesh: mesh_lib.AnyMesh | None) -> int:
     return devices // kv
 
 
-def lay_out(
-    path: Path, array: Shaped[np.ndarray, "..."], config: Config, mesh: Mesh
-) -> Shaped[np.ndarray, "..."]:
-    """Return a stored parameter rearranged for the mesh."""
-    text = _letters(path).split()
-    if "C" in text:
-        order = channel_order(config, sharding.parts("C", axes(config, mesh), mesh))
-        return np.take(array, order, axis=text.index("C"))
-    if "kv" in text:
-        heads = array.reshape(*array.shape[:-1], -1, config.head_dim)
-        copied = np.repeat(heads, kv_copies(config, mesh), axis=-2)
-        return copied.reshape(*array.shape[:-1], -1)
-    return array
+def blocks(config: Config, letter: str) -> tuple[int, ...]:
+    """Return the widths of what lies side by side in the channels of a letter.
+
+    C: q, k and v; joint: b, a and z behind them.
+    """
+    conv = (config.key_dim, config.key_dim, config.value_dim)
+    heads = config.linear_num_value_heads
+    return conv if letter == "C" else (*conv, heads, heads, config.value_dim)
 
 
-def channel_order(config: Config, parts: int) -> Shaped[np.ndarray, " C"]:
-    """Return the conv channels q | k | v in the order q, k, v of each part."""
-    channels = np.arange(config.conv_dim)
-    blocks = np.split(channels, [config.key_dim, 2 * config.key_dim])
-    return np.concatenate([x.reshape(parts, -1) for x in blocks], axis=1).reshape(-1)
+def pieces(config: Config, letter: str, parts: int, number: int) -> list[slice]:
+    """Return the stored channels of one part: its share of each block, in order."""
+    found, start = [], 0
+    for width in blocks(config, letter):
+        share = width // parts
+        found.append(slice(start + number * share, start + (number + 1) * share))
+        start += width
+    return found
 
 
 def parameter_sharding(path: Path, config: Config, mesh: Mesh) -> NamedSharding:
@@ -135,16 +131,19 @@ def place(
     """Return a stored parameter on the mesh, read part by part.
 
     A process reads what its devices hold, each part once; one is in memory at a time.
-    What `lay_out` rearranges is read whole.
+    Key heads that are there more than once are read whole.
 
     Args:
         shape: as stored.
         read: returns a part of the stored parameter.
     """
-    if {"C", "kv"} & set(_letters(path).split()):
+    text = _letters(path).split()
+    if "kv" in text:
         whole = tuple(slice(0, size) for size in shape)
-        array = lay_out(path, read(whole), config, mesh)
+        array = _copy_heads(read(whole), config, mesh)
         shape, read = array.shape, array.__getitem__
+    for letter in {"C", "joint"} & set(text):
+        read = _in_order(read, text.index(letter), letter, config, mesh)
     where = parameter_sharding(path, config, mesh)
     holders: dict[Part, list[jax.Device]] = {}
     for device, part in where.addressable_devices_indices_map(shape).items():
@@ -155,6 +154,31 @@ def place(
         for copy in _copies(read(part), devices)
     ]
     return jax.make_array_from_single_device_arrays(shape, where, placed)
+
+
+def _copy_heads(array, config: Config, mesh: Mesh) -> Shaped[np.ndarray, "H kv"]:
+    """Repeat every key head for the devices that read it."""
+    heads = array.reshape(*array.shape[:-1], -1, config.head_dim)
+    copied = np.repeat(heads, kv_copies(config, mesh), axis=-2)
+    return copied.reshape(*array.shape[:-1], -1)
+
+
+def _in_order(read, axis: int, letter: str, config: Config, mesh: Mesh) -> Callable:
+    """Return a reader of parts of the parameter whose channels are ordered by device.
+
+    A part is put together of what `read` returns of each block.
+    """
+    parts = sharding.parts(letter, axes(config, mesh), mesh)
+    if parts == 1:
+        return read
+    size = sum(blocks(config, letter)) // parts
+
+    def read_ordered(part: Part) -> Shaped[np.ndarray, "..."]:
+        found = pieces(config, letter, parts, part[axis].start // size)
+        read_each = (read((*part[:axis], x, *part[axis + 1 :])) for x in found)
+        return np.concatenate(list(read_each), axis)
+
+    return read_ordered
 
 
 def _copies(array, devices) -> list[jax.Array]:

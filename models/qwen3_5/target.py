@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from models.qwen3_5 import gated_delta_net, sharding
 from models.qwen3_5 import model as model_lib
-from models.qwen3_5 import sharding
 from treewy_jax import accept, commit
 from treewy_jax import cache as cache_lib
 from treewy_jax import tree as tree_lib
@@ -75,8 +75,11 @@ class Qwen3_5Target:
         accepted: accept.Accepted,
     ) -> cache_lib.HybridCache:
         """Advance the cache along the accepted path."""
+        config = self.module.config
+        rows = (gated_delta_net.split_columns(x, config).conv for x in records.rows)
+        records = dataclasses.replace(records, rows=tuple(rows))
         cache = cache_lib.commit(cache, records, accepted, self.lifecycle)
-        return sharding.constrain_cache(cache, self.module.config)
+        return sharding.constrain_cache(cache, config)
 
     @property
     def draft_head(self) -> "DraftHead":

@@ -1,16 +1,18 @@
 """Which checkpoint tensor each parameter is, and the way in and out.
 
-A parameter path names its tensor; only the leaf differs. Names below leave out the
-prefix of the main model ("model." or "model.language_model.").
+A parameter path names its tensor; only the leaf differs. `JOINS` lists parameters that
+hold several tensors. Names below leave out the prefix of the main model ("model." or
+"model.language_model.").
 """
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +25,7 @@ from rich import progress as rich_progress
 
 from models import checkpoints
 from models.qwen3_5 import config as config_lib
-from models.qwen3_5 import sharding
+from models.qwen3_5 import packed, sharding
 
 PREFIXES = {"published": "model.language_model.", "flat": "model."}
 SKIPPED = "model.visual."
@@ -79,25 +81,113 @@ RULES = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Join:
+    """A parameter of several stored tensors, which follow each other on an axis.
+
+    Attributes:
+        ours: end of the parameter's path.
+        theirs: end of the name of each tensor, in its place.
+        axis: of the parameter.
+        sizes: the lengths of the tensors, from the config and that of the axis.
+        rule: how each of them is stored.
+    """
+
+    ours: tuple[str, ...]
+    theirs: tuple[tuple[str, ...], ...]
+    axis: int
+    sizes: Callable[[config_lib.Qwen3_5Config, int], Sequence[int]]
+    rule: Rule
+
+
+JOINS = (
+    Join(
+        ("mlp", "gate", "weight"),
+        (("mlp", "gate", "weight"), ("mlp", "shared_expert_gate", "weight")),
+        axis=0,
+        sizes=lambda config, rows: (rows - 1, 1),
+        rule=Rule((), (), _keep, _keep, _keep),
+    ),
+    *(
+        Join(
+            (owner, "gate_up_proj"),
+            ((owner, "gate_proj", "weight"), (owner, "up_proj", "weight")),
+            axis=1,
+            sizes=lambda config, halves: (1,) * halves,
+            rule=Rule(
+                (),
+                (),
+                lambda x: x.T[:, None],  # [I, H] stored, [H, 1, I] ours
+                lambda x: x[:, 0].T,
+                lambda part: (part[2], part[0]),
+            ),
+        )
+        for owner in ("mlp", "shared_expert")
+    ),
+    Join(
+        ("in_proj", "kernel"),
+        tuple((f"in_proj_{name}", "weight") for name in ("qkv", "b", "a", "z")),
+        axis=1,
+        sizes=lambda config, columns: (
+            config.conv_dim,
+            config.linear_num_value_heads,
+            config.linear_num_value_heads,
+            config.value_dim,
+        ),
+        rule=Rule((), (), _swap, _swap, _swap_part),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class Slot:
-    """One stored tensor of the fused layout: `key` with `shape`, for `path`."""
+    """One stored tensor of the fused layout: `key` with `shape`, for `path`.
+
+    Of a parameter with other tensors it is the part at `index`.
+    """
 
     key: str
     shape: tuple[int, ...]
     path: Path
     rule: Rule
+    index: sharding.Part = ()
 
 
 def slots(state: Any) -> list[Slot]:
-    """List the tensors that hold `state` (arrays or their abstract shapes)."""
+    """List the parameters of `state` (arrays or their abstract shapes) as stored.
+
+    One that holds several tensors is there once, under its own name (see `tensors`).
+    """
     return [_slot(path, tuple(leaf.shape)) for path, leaf in _flatten(state)[0]]
+
+
+def tensors(
+    path: Path, shape: tuple[int, ...], config: config_lib.Qwen3_5Config
+) -> list[Slot]:
+    """List the tensors that hold one parameter."""
+    join = next((j for j in JOINS if path[len(path) - len(j.ours) :] == j.ours), None)
+    if join is None:
+        return [_slot(path, shape)]
+    sizes = join.sizes(config, shape[join.axis])
+    ends = itertools.accumulate(sizes)
+    found = []
+    for names, size, end in zip(join.theirs, sizes, ends, strict=True):
+        whole = [slice(None)] * len(shape)
+        whole[join.axis] = slice(end - size, end)
+        part = (*shape[: join.axis], size, *shape[join.axis + 1 :])
+        key = path[: len(path) - len(join.ours)] + names
+        found.append(_made(key, part, path, join.rule, tuple(whole)))
+    return found
 
 
 def _slot(path: Path, shape: tuple[int, ...]) -> Slot:
     rule = next(r for r in RULES if path[len(path) - len(r.ours) :] == r.ours)
     names = path[: len(path) - len(rule.ours)] + rule.theirs
+    return _made(names, shape, path, rule)
+
+
+def _made(names, shape, path, rule, index=()) -> Slot:
     stored = rule.save(np.broadcast_to(np.int8(0), shape)).shape
-    return Slot(".".join(map(str, names)), stored, path, rule)
+    return Slot(".".join(map(str, names)), stored, path, rule, index)
 
 
 def _flatten(state: Any) -> tuple[list[tuple[Path, Any]], Any]:
@@ -118,7 +208,8 @@ def load_weights(
 
     On a mesh they are read in the parts that devices hold (models.qwen3_5.sharding).
     Accepts the published and the flat prefix, fused and per-expert expert tensors in
-    any mix, and a head stored beside tied embeddings. Vision tensors are skipped.
+    any mix, Qwen3-Next's packed projections, and a head stored beside tied embeddings.
+    Vision tensors are skipped.
     All names and shapes are compared before the first tensor is read.
 
     Args:
@@ -133,21 +224,26 @@ def load_weights(
         NotImplementedError: quantised tensors.
     """
     dtype = checkpoints.memory_dtype(dtype)
+    reader = packed.unpacked(reader, config)
     names = _names(reader)
-    sources = [_source(slot, names) for slot in slots(abstract_state)]
-    _check_tensors(sources, reader, names, config)
     leaves, structure = _flatten(abstract_state)
-    with _bar(sum(len(source.tensors) for source in sources), progress) as advance:
+    sources = [
+        [_source(slot, names) for slot in tensors(path, tuple(leaf.shape), config)]
+        for path, leaf in leaves
+    ]
+    every = list(itertools.chain.from_iterable(sources))
+    _check_tensors(every, reader, names, config)
+    with _bar(sum(len(source.tensors) for source in every), progress) as advance:
         filled = []
-        for source, (path, leaf) in zip(sources, leaves, strict=True):
+        for held, (path, leaf) in zip(sources, leaves, strict=True):
             shape = tuple(leaf.shape)
-            read = functools.partial(_read_leaf, source, shape, reader, dtype)
+            read = functools.partial(_read_leaf, held, shape, reader, dtype)
             filled.append(
                 jnp.asarray(read())
                 if mesh is None
                 else sharding.place(path, shape, read, config, mesh)
             )
-            advance(len(source.tensors))
+            advance(sum(len(source.tensors) for source in held))
     return jax.tree.unflatten(structure, filled)
 
 
@@ -291,29 +387,57 @@ def _check_tied(reader: checkpoints.Reader, embedding: str) -> None:
 
 
 def _read_leaf(
-    source: _Source,
+    sources: Sequence[_Source],
     shape: tuple[int, ...],
     reader: checkpoints.Reader,
     dtype: np.dtype | None,
     part: sharding.Part | None = None,
 ) -> Array:
     """Read one parameter, or a part of it, into one array of its final dtype."""
-    if source.slot.key.endswith(KEEP_FLOAT32):
+    if sources[0].slot.key.endswith(KEEP_FLOAT32):
         dtype = jnp.dtype(jnp.float32)
     if dtype is None:
-        dtype = jnp.result_type(*{reader.dtype(key) for key, _ in source.tensors})
+        keys = (key for source in sources for key, _ in source.tensors)
+        dtype = jnp.result_type(*set(map(reader.dtype, keys)))
 
     if part is not None:
         ranges = [range(n)[s] for n, s in zip(shape, part, strict=True)]
         here = tuple(map(len, ranges))
-        part, shape = (None if here == shape else part), here
+        exact = tuple(slice(r.start, r.stop) for r in ranges)
+        part, shape = (None if here == shape else exact), here
     out = np.empty(shape, dtype)
-    pieces = (
-        reader.read(key) if piece is None else reader.read(key, piece)
-        for key, piece in source.reads(part)
-    )
-    source.fill(out, pieces)
+    for source in sources:
+        place, own = _overlap(part, source.slot.index)
+        if not out[place].size:
+            continue
+        pieces = (
+            reader.read(key) if piece is None else reader.read(key, piece)
+            for key, piece in source.reads(own)
+        )
+        source.fill(out[place], pieces)
     return out
+
+
+def _overlap(
+    part: sharding.Part | None, index: sharding.Part
+) -> tuple[sharding.Part, sharding.Part | None]:
+    """Return where the tensor at `index` lies in a part of a parameter, and what of it.
+
+    None stands for all, and () for an index of all.
+    """
+    if part is None:
+        return index, None
+    if not index:
+        return (), part
+    places, own = [], []
+    for wanted, whole in zip(part, index, strict=True):
+        start, stop = whole.start or 0, whole.stop
+        stop = wanted.stop if stop is None else stop
+        first = max(wanted.start, start)
+        last = max(first, min(wanted.stop, stop))
+        places.append(slice(first - wanted.start, last - wanted.start))
+        own.append(slice(first - start, last - start))
+    return tuple(places), tuple(own)
 
 
 @contextlib.contextmanager
@@ -355,7 +479,9 @@ def save_checkpoint(
     name = (dtype or leaves["embed_tokens", "embedding"].dtype).name
     raw = dataclasses.replace(config, dtype=name).to_hf(layout)
     stored = {}
-    for slot in sorted(slots(params), key=_reading_order):
+    every = (tensors(path, tuple(leaf.shape), config) for path, leaf in leaves.items())
+    found = itertools.chain.from_iterable(every)
+    for slot in sorted(found, key=_reading_order):
         keep = slot.key.endswith(STORE_FLOAT32)
         target = jnp.dtype(jnp.float32) if keep else dtype
         stored[_stored_name(slot, layout)] = _Stored(slot, leaves[slot.path], target)
@@ -402,7 +528,7 @@ class _Stored:
         return math.prod(self.slot.shape) * (self.dtype or self.leaf.dtype).itemsize
 
     def read(self) -> Array:
-        array = self.slot.rule.save(np.asarray(self.leaf[...]))
+        array = self.slot.rule.save(np.asarray(self.leaf[...])[self.slot.index])
         return np.ascontiguousarray(array, self.dtype)
 
 

@@ -17,6 +17,7 @@ from pallas_kernels.gdn_front import config as configs
 from pallas_kernels.gdn_front import reference
 from pallas_kernels.gdn_front import spec as specs
 
+LANES = 128
 # Float32 copies of the rows and their mixtures, and blocks of the arrays themselves.
 MOST_ELEMENTS = 1 << 19
 
@@ -45,11 +46,9 @@ def _too_large(spec: specs.Spec) -> str | None:
 
 
 def gdn_front(
-    rows: Float[Array, "B n C"],
+    rows: Float[Array, "B n columns"],
     window: Float[Array, "B W1 C"],
     taps: Float[Array, "C W"],
-    a: Float[Array, "B n Hv"],
-    b: Float[Array, "B n Hv"],
     log_rate: Float[Array, " Hv"],
     dt_bias: Float[Array, " Hv"],
     windows: Int[Array, "B n W"],
@@ -67,10 +66,10 @@ def gdn_front(
     inputs = spec.width - 1 + spec.nodes
     q, k, v, *gates = _call(
         _front_kernel,
-        (windows, rows, window, taps.T, a, b, log_rate[None], dt_bias[None]),
+        (windows, rows, window, taps.T, log_rate[None], dt_bias[None]),
         [spec.key_heads * spec.key_dim] * 2 + [spec.value_heads * spec.value_dim],
         spec=spec,
-        first=numbers,
+        first=[numbers, _leading_columns(rows, spec.columns)],
         scratch=[
             pallas_tpu.VMEM((count, spec.channels), jnp.float32)
             for count in (inputs, spec.nodes)
@@ -105,15 +104,16 @@ def normalize_and_gate(
     return new_q.reshape(q.shape), new_k.reshape(k.shape), *gates
 
 
-def _call(kernel, arrays, sizes, *, spec, first=None, scratch=()):
-    """Run over the batch; `sizes` are the columns of the results before the gates."""
+def _call(kernel, arrays, sizes, *, spec, first=(), scratch=()):
+    """Run over the batch; `sizes` are the columns of the results before the gates.
+
+    `first` are the blocks of the first arrays, where those are no whole rows.
+    """
     rows = (spec.batch, spec.nodes)
     results = [jax.ShapeDtypeStruct((*rows, x), spec.rows_dtype) for x in sizes]
     gates = jax.ShapeDtypeStruct((*rows, spec.value_heads), jnp.float32)
     results += [gates, gates]
-    blocks = [_block(x) for x in arrays]
-    if first is not None:
-        blocks[0] = first
+    blocks = [*first, *(_block(x) for x in arrays[len(first) :])]
     return pl.pallas_call(
         functools.partial(kernel, spec=spec),
         grid=(spec.batch,),
@@ -133,13 +133,22 @@ def _block(array) -> pl.BlockSpec:
     return pl.BlockSpec((None, *array.shape[1:]), lambda i: (i, 0, 0))
 
 
+def _leading_columns(array, columns: int) -> pl.BlockSpec:
+    """Return one row of the batch of an array [B, n, x] up to some column or beyond.
+
+    What is copied of an array are whole lanes, or all of it.
+    """
+    size = min(array.shape[-1], pl.cdiv(columns, LANES) * LANES)
+    return pl.BlockSpec((None, array.shape[1], size), lambda i: (i, 0, 0))
+
+
 def _front_kernel(
-    windows, rows, window, taps, a, b, log_rate, dt_bias,
+    windows, rows, window, taps, log_rate, dt_bias,
     q, k, v, log_decay, beta, inputs, mixed, *, spec,
 ):  # fmt: skip
     old = spec.width - 1
     inputs[:old] = window[...].astype(rows.dtype).astype(jnp.float32)
-    inputs[old:] = rows[...].astype(jnp.float32)
+    inputs[old:] = rows[:, : spec.channels].astype(jnp.float32)
 
     def mix(node, nothing):
         total = jnp.zeros((1, spec.channels), jnp.float32)
@@ -155,6 +164,8 @@ def _front_kernel(
     _normalize(mixed, 0, q, spec.key_dim**-0.5, spec)
     _normalize(mixed, size, k, 1.0, spec)
     v[...] = mixed[:, 2 * size :].astype(v.dtype)
+    gates = rows[:, spec.channels : spec.columns]
+    b, a = gates[:, : spec.value_heads], gates[:, spec.value_heads :]
     _gates(a, b, log_rate, dt_bias, log_decay, beta)
 
 

@@ -27,14 +27,13 @@ def gdn_front(
     rows: Float[Array, "..."],
     window: Float[Array, "..."],
     taps: Float[Array, "..."],
-    a: Float[Array, "..."],
-    b: Float[Array, "..."],
     A_log: Float[Array, "..."],
     dt_bias: Float[Array, "..."],
     windows: Int[Array, "..."],
     *,
     key_heads: int,
     key_dim: int,
+    value_dim: int,
     impl: str | None = None,
     config: configs.Config | None = None,
 ) -> tuple[
@@ -47,22 +46,24 @@ def gdn_front(
     """Return q, k, v in the dtype of `rows`, log_decay and beta in float32.
 
     Args:
-      rows: [B, n, C], raw rows of the nodes, C = 2 Hk Dk + Hv Dv.
+      rows: [B, n, C + 2 Hv or more], raw rows of the nodes with their raw gates:
+        columns q | k | v | b | a, of which C = 2 Hk Dk + Hv Dv are the conv's. Columns
+        behind them are not read.
       window: [B, W-1, C], the last raw rows before the first node, oldest first.
       taps: [C, W], of the depthwise convolution; the last meets the node itself.
-      a, b: [B, n, Hv], raw gates.
       A_log, dt_bias: [Hv], parameters of the decay.
       windows: int32 [B, n, W], the rows of [window; rows] that each node's taps meet,
         oldest first. A number beyond the ends is taken as the nearest row.
-      key_heads, key_dim: Hk and Dk.
+      key_heads, key_dim, value_dim: Hk, Dk and Dv.
       impl: name in `IMPLEMENTATIONS`, or None for the best that runs here.
       config: how the kernel is cut; None takes the tuned cut.
 
     Raises ValueError for shapes that disagree or an unknown `impl`,
     NotImplementedError for a named one that does not run here.
     """
-    arrays = (rows, window, taps, a, b, A_log, dt_bias, windows)
-    spec = specs.spec_of_rows(*arrays, key_heads=key_heads, key_dim=key_dim)
+    arrays = (rows, window, taps, A_log, dt_bias, windows)
+    heads = dict(key_heads=key_heads, key_dim=key_dim, value_dim=value_dim)
+    spec = specs.spec_of_rows(*arrays, **heads)
     module = IMPLEMENTATIONS.module(IMPLEMENTATIONS.choose(spec, impl).name)
     return module.gdn_front(*arrays, spec=spec, config=config)
 
@@ -85,8 +86,9 @@ def normalize_and_gate(
 ]:
     """Return normalised q (also scaled) and k, log_decay and beta: no convolution.
 
-    For rows that are convolved and activated already: q, k [B, n, Hk, Dk]. The other
-    arguments and what is raised are those of `gdn_front`.
+    For rows that are convolved and activated already: q, k [B, n, Hk, Dk], and raw
+    gates a, b [B, n, Hv]. The other arguments and what is raised are those of
+    `gdn_front`.
     """
     arrays = (q, k, a, b, A_log, dt_bias)
     spec = specs.spec_of_heads(*arrays)

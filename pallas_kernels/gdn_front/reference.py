@@ -16,11 +16,9 @@ Gates = tuple[Float[Array, "B n Hv"], Float[Array, "B n Hv"]]
 
 
 def gdn_front(
-    rows: Float[Array, "B n C"],
+    rows: Float[Array, "B n columns"],
     window: Float[Array, "B W1 C"],
     taps: Float[Array, "C W"],
-    a: Float[Array, "B n Hv"],
-    b: Float[Array, "B n Hv"],
     log_rate: Float[Array, " Hv"],
     dt_bias: Float[Array, " Hv"],
     windows: Int[Array, "B n W"],
@@ -30,6 +28,8 @@ def gdn_front(
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Return q, k, v and the gates of every node (see `op.gdn_front`)."""
     wide = jnp.dtype(spec.accumulation_dtype)
+    ends = [spec.channels, spec.channels + spec.value_heads, spec.columns]
+    rows, b, a, _ = jnp.split(rows, ends, axis=-1)
     inputs = jnp.concatenate([window.astype(rows.dtype), rows], axis=1).astype(wide)
     windows = jnp.clip(windows, 0, inputs.shape[1] - 1)
     mixed = jnp.zeros(rows.shape, wide)

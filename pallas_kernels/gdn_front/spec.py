@@ -33,6 +33,11 @@ class Spec:
         return keys + self.value_heads * self.value_dim
 
     @property
+    def columns(self) -> int:
+        """Columns that are read of a row with its gates: q, k, v, b and a."""
+        return self.channels + 2 * self.value_heads
+
+    @property
     def bytes_moved(self) -> int:
         """Least traffic: rows, window and gates read once, results written once."""
         rows, window, gate, wide = (
@@ -55,45 +60,45 @@ def spec_of_rows(
     rows: Float[Array, "..."],
     window: Float[Array, "..."],
     taps: Float[Array, "..."],
-    a: Float[Array, "..."],
-    b: Float[Array, "..."],
     log_rate: Float[Array, "..."],
     dt_bias: Float[Array, "..."],
     windows: Int[Array, "..."],
     *,
     key_heads: int,
     key_dim: int,
+    value_dim: int,
 ) -> Spec:
     """Describe a call with the convolution; ValueError where shapes disagree."""
     if rows.ndim != 3:
-        raise ValueError(f"rows has shape {rows.shape}; [B, n, C] is allowed")
-    batch, nodes, channels = rows.shape
-    if taps.ndim != 2 or taps.shape[0] != channels:
-        raise ValueError(f"taps has shape {taps.shape}; [{channels}, W] is allowed")
-    width = taps.shape[1]
-    value_heads = _check_gates(a, b, log_rate, dt_bias, (batch, nodes))
-    _check("window", window, (batch, width - 1, channels))
-    _check("windows", windows, (batch, nodes, width))
-    _check_key_heads(key_heads, value_heads)
-    value_dim, rest = divmod(channels - 2 * key_heads * key_dim, value_heads)
-    if rest or value_dim < 1 or key_dim < 1:
-        raise ValueError(
-            f"key_dim is {key_dim}; 2 key_heads key_dim + {value_heads} Dv = "
-            f"{channels} channels must hold for some Dv >= 1"
-        )
-    return Spec(
-        batch=batch,
-        nodes=nodes,
+        raise ValueError(f"rows has shape {rows.shape}; [B, n, columns] is allowed")
+    spec = Spec(
+        batch=rows.shape[0],
+        nodes=rows.shape[1],
         key_heads=key_heads,
-        value_heads=value_heads,
+        value_heads=_check_decay(log_rate, dt_bias),
         key_dim=key_dim,
         value_dim=value_dim,
-        width=width,
+        width=taps.shape[-1] if taps.ndim else 0,
         rows_dtype=rows.dtype.name,
         window_dtype=window.dtype.name,
-        gate_dtype=a.dtype.name,
-        accumulation_dtype=_wide(rows, taps, a, b, log_rate, dt_bias),
+        gate_dtype=rows.dtype.name,
+        accumulation_dtype=_wide(rows, taps, log_rate, dt_bias),
     )
+    _check_heads(spec)
+    channels, width = spec.channels, spec.width
+    if taps.shape != (channels, width):
+        raise ValueError(
+            f"taps has shape {taps.shape}; [C, W] is allowed with C = "
+            f"2 key_heads key_dim + Hv value_dim = {channels}"
+        )
+    if rows.shape[-1] < spec.columns:
+        raise ValueError(
+            f"rows has shape {rows.shape}; at least {spec.columns} columns are "
+            "allowed, those of q, k, v, b and a"
+        )
+    _check("window", window, (spec.batch, width - 1, channels))
+    _check("windows", windows, (spec.batch, spec.nodes, width))
+    return spec
 
 
 def spec_of_heads(
@@ -109,9 +114,10 @@ def spec_of_heads(
         raise ValueError(f"q has shape {q.shape}; [B, n, Hk, Dk] is allowed")
     batch, nodes, key_heads, key_dim = q.shape
     _check("k", k, q.shape)
-    value_heads = _check_gates(a, b, log_rate, dt_bias, (batch, nodes))
-    _check_key_heads(key_heads, value_heads)
-    return Spec(
+    value_heads = _check_decay(log_rate, dt_bias)
+    _check("a", a, (batch, nodes, value_heads))
+    _check("b", b, (batch, nodes, value_heads))
+    spec = Spec(
         batch=batch,
         nodes=nodes,
         key_heads=key_heads,
@@ -124,6 +130,8 @@ def spec_of_heads(
         gate_dtype=a.dtype.name,
         accumulation_dtype=_wide(q, k, a, b, log_rate, dt_bias),
     )
+    _check_heads(spec)
+    return spec
 
 
 def dims(spec: Spec) -> tuple[str, ...]:
@@ -141,22 +149,24 @@ def _check(name: str, array: Array, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {array.shape}; {shape} is allowed")
 
 
-def _check_gates(a, b, log_rate, dt_bias, rows: tuple[int, int]) -> int:
-    """Return the number of value heads, on which all four must agree."""
+def _check_decay(log_rate, dt_bias) -> int:
+    """Return the number of value heads, on which both must agree."""
     if log_rate.ndim != 1:
         raise ValueError(f"A_log has shape {log_rate.shape}; [Hv] is allowed")
     (heads,) = log_rate.shape
     _check("dt_bias", dt_bias, (heads,))
-    _check("a", a, (*rows, heads))
-    _check("b", b, (*rows, heads))
     return heads
 
 
-def _check_key_heads(key_heads: int, value_heads: int) -> None:
-    if key_heads < 1 or value_heads % key_heads:
+def _check_heads(spec: Spec) -> None:
+    if spec.key_heads < 1 or spec.value_heads % spec.key_heads:
         raise ValueError(
-            f"key_heads is {key_heads}; a divisor of Hv = {value_heads} is allowed"
+            f"key_heads is {spec.key_heads}; a divisor of Hv = {spec.value_heads} is "
+            "allowed"
         )
+    for name in dims(spec):
+        if getattr(spec, name) < 1:
+            raise ValueError(f"{name} is {getattr(spec, name)}; 1 or more is allowed")
 
 
 def _wide(*arrays: Array) -> str:

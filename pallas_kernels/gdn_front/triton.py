@@ -41,11 +41,9 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
 
 def gdn_front(
-    rows: Float[Array, "B n C"],
+    rows: Float[Array, "B n columns"],
     window: Float[Array, "B W1 C"],
     taps: Float[Array, "C W"],
-    a: Float[Array, "B n Hv"],
-    b: Float[Array, "B n Hv"],
     log_rate: Float[Array, " Hv"],
     dt_bias: Float[Array, " Hv"],
     windows: Int[Array, "B n W"],
@@ -57,7 +55,7 @@ def gdn_front(
     keys = (spec.key_heads, spec.key_dim)
     return _call(
         _front_kernel,
-        (*map(_flat, (rows, a, b, windows)), window, taps, log_rate, dt_bias),
+        (*map(_flat, (rows, windows)), window, taps, log_rate, dt_bias),
         [keys, keys, (spec.value_heads, spec.value_dim)],
         heads=2 * spec.key_heads + spec.value_heads,
         spec=spec,
@@ -125,7 +123,7 @@ def _flat(x: Array) -> Array:
 
 
 def _front_kernel(
-    rows, a, b, windows, window, taps, log_rate, dt_bias,
+    rows, windows, window, taps, log_rate, dt_bias,
     q, k, v, log_decay, beta, *, spec, config,
 ):  # fmt: skip
     unit = pl.program_id(0)
@@ -169,6 +167,7 @@ def _front_kernel(
 
     @pl.when(unit == 0)
     def _():
+        b, a = (rows, spec.channels), (rows, spec.channels + spec.value_heads)
         _gates(a, b, log_rate, dt_bias, log_decay, beta, span, spec)
 
 
@@ -193,7 +192,7 @@ def _heads_kernel(
 
     @pl.when(unit == 0)
     def _():
-        _gates(a, b, log_rate, dt_bias, log_decay, beta, span, spec)
+        _gates((a, 0), (b, 0), log_rate, dt_bias, log_decay, beta, span, spec)
 
 
 def _span(spec: specs.Spec, config: configs.Config) -> tuple[Array, Array]:
@@ -253,7 +252,10 @@ def _store_keys(q, k, x, block, row, spec, config) -> None:
 
 
 def _gates(a, b, log_rate, dt_bias, log_decay, beta, span, spec) -> None:
-    """Write the gates of all heads, a few rows at once."""
+    """Write the gates of all heads, a few rows at once.
+
+    `a` and `b` are an array each and its column of the first head.
+    """
     heads = gpu.power_of_two(spec.value_heads, least=1)
     shape = (GATE_ROWS, heads)
     head = lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -263,14 +265,17 @@ def _gates(a, b, log_rate, dt_bias, log_decay, beta, span, spec) -> None:
     bias = gpu.load(dt_bias.at[head], exists).astype(float32)
     first, last = span
 
+    def raw(gate, row, mask):
+        array, offset = gate
+        return gpu.load(array.at[row, offset + head], mask).astype(float32)
+
     def step(block, nothing):
         row = first + block * GATE_ROWS + within
         mask = exists & (row < last)
-        x = gpu.load(a.at[row, head], mask).astype(float32) + bias
+        x = raw(a, row, mask) + bias
         softplus = jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
         gpu.store(log_decay.at[row, head], -rate * softplus, mask)
-        strength = _sigmoid(gpu.load(b.at[row, head], mask).astype(float32))
-        gpu.store(beta.at[row, head], strength, mask)
+        gpu.store(beta.at[row, head], _sigmoid(raw(b, row, mask)), mask)
         return nothing
 
     lax.fori_loop(0, pl.cdiv(last - first, GATE_ROWS), step, None)

@@ -20,6 +20,8 @@ class Config:
       up_warps, up_stages: warps of such a GPU program, tiles it loads ahead.
       down_columns, down_depth, down_warps, down_stages: the same of the second product.
       weights_first: the expert's columns are the rows of the tensor cores' product.
+      searched: of up to so many pairs each GPU program finds the rows of its block;
+        those of more are listed by a kernel of its own.
     """
 
     rows: int
@@ -32,6 +34,7 @@ class Config:
     down_warps: int = 4
     down_stages: int = 4
     weights_first: bool = False
+    searched: int = 512
 
 
 def choose(
@@ -88,6 +91,9 @@ def _checked(spec: specs.Spec, config: Config) -> Config:
         tile = getattr(config, name)
         if tile < 1 or size % tile:
             raise ValueError(f"{name} is {tile}; a divisor of {size} is allowed")
-    if config.rows < 1:
-        raise ValueError(f"rows is {config.rows}; 1 or more is allowed")
+    for name, least in (("rows", 1), ("searched", 0)):
+        if getattr(config, name) < least:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}; {least} or more is allowed"
+            )
     return config

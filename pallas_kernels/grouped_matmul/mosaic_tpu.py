@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device, refusals
 from pallas_kernels.grouped_matmul import config as configs
+from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul import spec as specs
 
 # Columns of a tile of vector registers.
@@ -40,13 +41,17 @@ def swiglu_experts(
     x: Float[Array, "T H"],
     gate_up: Float[Array, "E H I2"],
     down: Float[Array, "E I H"],
-    experts: Int[Array, "T K"],
+    experts: Int[Array, "T k"],
     weights: Float[Array, "T K"],
+    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
     *,
     spec: specs.Spec,
     config: configs.Config | None = None,
 ) -> Float[Array, "T H"]:
-    """Run every row through its experts; interpreted where the target is a CPU."""
+    """Run every row through its experts; interpreted where the target is a CPU.
+
+    The shared expert is left to XLA, whose products are as good for all rows.
+    """
     config = configs.choose(spec, "tpu", device.target()[1], config)
     flat = experts.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True)
@@ -57,8 +62,13 @@ def swiglu_experts(
     by_pair = by_rank[jnp.argsort(order)]
     known = (experts < spec.experts)[..., None]  # of the others nothing is written
     by_token = jnp.where(known, by_pair.reshape(*experts.shape, spec.hidden), 0)
-    scaled = by_token * weights.astype(jnp.float32)[..., None]
-    return jnp.sum(scaled, axis=1).astype(x.dtype)
+    weights = weights.astype(jnp.float32)
+    scaled = by_token * weights[:, : spec.per_token, None]
+    total = jnp.sum(scaled, axis=1)
+    if shared is not None:
+        alike = reference.swiglu(x, *shared).astype(jnp.float32)
+        total += alike * weights[:, -1:]
+    return total.astype(x.dtype)
 
 
 class Visits(NamedTuple):

@@ -24,15 +24,17 @@ def swiglu_experts(
     x: Float[Array, "T H"],
     gate_up: Float[Array, "E H I2"],
     down: Float[Array, "E I H"],
-    experts: Int[Array, "T K"],
+    experts: Int[Array, "T k"],
     weights: Float[Array, "T K"],
+    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
     *,
     impl: str | None = None,
     config: configs.Config | None = None,
 ) -> Float[Array, "T H"]:
-    """Run every row through its K experts and add them up by weight.
+    """Run every row through its k experts and add them up by weight.
 
     y_t = sum_k weights[t, k] * down_e(silu(gate_e x_t) * up_e x_t), e = experts[t, k].
+    With a shared expert, all rows go through that as well.
     Its gradient is that of the reference, whatever implementation runs.
 
     Args:
@@ -41,18 +43,20 @@ def swiglu_experts(
       down: the second product of each expert.
       experts: 0 <= e; a token may name an expert twice. E or more names none: the
         choice adds nothing and no row is computed for it.
-      weights: of each choice.
+      weights: of each choice; of the shared expert in one more column.
+      shared: gate_up and down of an expert of the same size that all tokens go to.
       impl: name of an implementation; None or "auto" takes the best that runs here.
       config: how a kernel is cut; None takes the tuned or guessed one.
 
     Raises ValueError where shapes do not belong together or `impl` is unknown,
     NotImplementedError where the implementation named does not support the call.
     """
-    spec = specs.spec_of(x, gate_up, down, experts, weights)
+    arrays = (x, gate_up, down, experts, weights, shared)
+    spec = specs.spec_of(*arrays)
     name = IMPLEMENTATIONS.choose(spec, impl).name
     if name == implementations.REFERENCE:
-        return reference.swiglu_experts(x, gate_up, down, experts, weights)
-    return _kernel(name, spec, config, x, gate_up, down, experts, weights)
+        return reference.swiglu_experts(*arrays)
+    return _kernel(name, spec, config, *arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -66,14 +70,14 @@ def _forward(name, spec, config, *arrays):
 
 
 def _backward(name, spec, config, arrays, cotangent):
-    x, gate_up, down, experts, weights = arrays
+    x, gate_up, down, experts, weights, shared = arrays
 
-    def output(x, gate_up, down, weights):
-        return reference.swiglu_experts(x, gate_up, down, experts, weights)
+    def output(x, gate_up, down, weights, shared):
+        return reference.swiglu_experts(x, gate_up, down, experts, weights, shared)
 
-    _, pull = jax.vjp(output, x, gate_up, down, weights)
-    *matrices, by_weight = pull(cotangent)
-    return (*matrices, None, by_weight)
+    _, pull = jax.vjp(output, x, gate_up, down, weights, shared)
+    *matrices, by_weight, by_shared = pull(cotangent)
+    return (*matrices, None, by_weight, by_shared)
 
 
 _kernel.defvjp(_forward, _backward)

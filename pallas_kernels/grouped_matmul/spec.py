@@ -16,6 +16,7 @@ class Spec:
       experts: matrices in the stack.
       hidden, inner: columns of x, and of an expert's intermediate.
       input_dtype, expert_dtype: names of the dtypes of x and of the matrices.
+      shared: whether one more expert of that size takes all tokens.
     """
 
     tokens: int
@@ -25,11 +26,17 @@ class Spec:
     inner: int
     input_dtype: str
     expert_dtype: str
+    shared: bool = False
 
     @property
     def pairs(self) -> int:
-        """Rows of work: a token and one of its experts."""
+        """Rows of the routed experts: a token and one of its choices."""
         return self.tokens * self.per_token
+
+    @property
+    def slots(self) -> int:
+        """Experts that each token goes to, the shared one among them."""
+        return self.per_token + self.shared
 
     @property
     def touched(self) -> float:
@@ -45,16 +52,18 @@ class Spec:
     def bytes_for(self, touched: float) -> int:
         """Return the least traffic with that many experts touched.
 
-        Their matrices are read once, x and the routes are read, the output is written.
+        Their matrices and the shared expert's are read once, x and the routes are read,
+        the output is written.
         """
         matrices = 3 * self.hidden * self.inner * jnp.dtype(self.expert_dtype).itemsize
         rows = 2 * self.tokens * self.hidden * jnp.dtype(self.input_dtype).itemsize
-        return round(touched * matrices) + rows + 8 * self.pairs
+        routes = 4 * self.tokens * (self.per_token + self.slots)
+        return round((touched + self.shared) * matrices) + rows + routes
 
     @property
     def flops(self) -> int:
         """Multiply-adds times two of the three products."""
-        return 6 * self.pairs * self.hidden * self.inner
+        return 6 * self.tokens * self.slots * self.hidden * self.inner
 
 
 def make_spec(
@@ -66,6 +75,7 @@ def make_spec(
     inner: int,
     input_dtype: DTypeLike = "bfloat16",
     expert_dtype: DTypeLike | None = None,
+    shared: bool = False,
 ) -> Spec:
     """Describe a call; `expert_dtype` None is that of the input.
 
@@ -87,6 +97,7 @@ def make_spec(
         expert_dtype=jnp.dtype(
             input_dtype if expert_dtype is None else expert_dtype
         ).name,
+        shared=shared,
     )
 
 
@@ -96,6 +107,7 @@ def spec_of(
     down: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
+    shared: tuple[jax.Array, jax.Array] | None = None,
 ) -> Spec:
     """Describe the call of these arrays.
 
@@ -110,20 +122,31 @@ def spec_of(
         if array.ndim != rank:
             raise ValueError(f"{name} has shape {array.shape}; rank {rank} is allowed")
     (tokens, hidden), (count, inner) = x.shape, down.shape[:2]
-    for name, array, shape in (
+    matrices = [
         ("gate_up", gate_up, (count, hidden, 2 * inner)),
         ("down", down, (count, inner, hidden)),
+    ]
+    if shared is not None:
+        matrices += [
+            ("shared gate_up", shared[0], (hidden, 2 * inner)),
+            ("shared down", shared[1], (inner, hidden)),
+        ]
+    slots = experts.shape[1] + (shared is not None)
+    routes = [
         ("experts", experts, (tokens, experts.shape[1])),
-        ("weights", weights, experts.shape),
-    ):
+        ("weights", weights, (tokens, slots)),
+    ]
+    for name, array, shape in matrices + routes:
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; {shape} is allowed")
     if not jnp.issubdtype(experts.dtype, jnp.integer):
         raise ValueError(f"experts has dtype {experts.dtype}; an integer is allowed")
-    if gate_up.dtype != down.dtype:
-        raise ValueError(
-            f"down has dtype {down.dtype}; that of gate_up, {gate_up.dtype}, is allowed"
-        )
+    for name, array, _ in matrices[1:]:
+        if array.dtype != gate_up.dtype:
+            raise ValueError(
+                f"{name} has dtype {array.dtype}; that of gate_up, {gate_up.dtype}, "
+                "is allowed"
+            )
     return make_spec(
         tokens=tokens,
         per_token=experts.shape[1],
@@ -132,6 +155,7 @@ def spec_of(
         inner=inner,
         input_dtype=x.dtype,
         expert_dtype=gate_up.dtype,
+        shared=shared is not None,
     )
 
 

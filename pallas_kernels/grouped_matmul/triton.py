@@ -1,8 +1,8 @@
-"""The expert layer in three Pallas Triton kernels for NVIDIA GPUs.
+"""The expert layer in two Pallas Triton kernels for NVIDIA GPUs, of many rows in three.
 
-`routes.route` sorts the pairs of a token and one of its experts by expert and lists
-blocks of rows; `_gate_up` and `_down` run over that list, a program a block and tile of
-columns. No sorted copy of x is made; an expert's matrices are read once a block.
+A block holds rows of one expert (blocks.py). `_gate_up` and `_down` have a program a
+block and tile of columns. No sorted copy of x is made; an expert's matrices are read
+once a block. The shared expert has blocks as the others, and its own matrices.
 """
 
 import functools
@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device, dots, gpu, refusals
+from pallas_kernels.grouped_matmul import blocks, routes
 from pallas_kernels.grouped_matmul import config as configs
-from pallas_kernels.grouped_matmul import routes
 from pallas_kernels.grouped_matmul import spec as specs
 
 # Sizes are cut in tiles of this many at least, the depth of a tensor core's product.
@@ -37,57 +37,56 @@ def swiglu_experts(
     x: Float[Array, "T H"],
     gate_up: Float[Array, "E H I2"],
     down: Float[Array, "E I H"],
-    experts: Int[Array, "T K"],
+    experts: Int[Array, "T k"],
     weights: Float[Array, "T K"],
+    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
     *,
     spec: specs.Spec,
     config: configs.Config | None = None,
 ) -> Float[Array, "T H"]:
     """Run every row through its experts; interpreted where the target is a CPU."""
     config = configs.choose(spec, "gpu", device.target()[1], config)
-    order, blocks = routes.route(experts.reshape(-1), spec=spec, rows=config.rows)
-    inner = _gate_up(x, gate_up, order, blocks, spec=spec, config=config)
-    scales = weights.reshape(-1).astype(jnp.float32)
-    by_pair = _down(inner, down, scales, order, blocks, spec=spec, config=config)
-    by_token = by_pair.reshape(spec.tokens, spec.per_token, spec.hidden)
-    known = (experts < spec.experts)[..., None]  # of the others nothing is written
-    by_token = jnp.where(known, by_token, 0)
+    found = blocks.find(experts, spec=spec, config=config)
+    alike = ((), ()) if shared is None else tuple((each[None],) for each in shared)
+    options = dict(spec=spec, config=config)
+    inner = _gate_up(x, (gate_up, *alike[0]), found, **options)
+    by_slot = _down(inner, (down, *alike[1]), weights, found, **options)
+    by_token = by_slot.reshape(spec.tokens, spec.slots, spec.hidden)
+    known = experts < spec.experts  # of the others nothing is written
+    if spec.shared:
+        known = jnp.pad(known, ((0, 0), (0, 1)), constant_values=True)
+    by_token = jnp.where(known[..., None], by_token, 0)
     return jnp.sum(by_token, axis=1, dtype=jnp.float32).astype(x.dtype)
 
 
-def _gate_up(x, gate_up, order, blocks, *, spec, config):
-    """Return silu(gate x) * up x of every pair, sorted by expert: [P, I]."""
-    kernel = functools.partial(_gate_up_kernel, spec=spec, config=config)
+def _gate_up(x, matrices, found, *, spec, config):
+    """Return silu(gate x) * up x of every token and expert of it: [T slots, I]."""
     [inner] = routes.launch(
-        kernel,
+        functools.partial(_gate_up_kernel, spec=spec, config=config),
         name="grouped_matmul_up",
-        grid=(spec.inner // config.up_columns, blocks.shape[0]),
-        inputs=[(array, array.shape) for array in (x, gate_up, order, blocks)],
-        outputs=[((spec.pairs, spec.inner), x.dtype)],
+        grid=(spec.inner // config.up_columns, found.shared + found.routed),
+        inputs=[(each, each.shape) for each in (x, *matrices)] + list(found.inputs),
+        outputs=[((spec.tokens * spec.slots, spec.inner), x.dtype)],
         options=(config.up_warps, config.up_stages),
     )
     return inner
 
 
-def _gate_up_kernel(x, gate_up, order, blocks, inner, *, spec, config):
+def _gate_up_kernel(x, *refs, spec, config):
     columns, depth = config.up_columns, config.up_depth
     first = pl.program_id(0) * columns
-    block = pl.program_id(1)
-    count = blocks[block, routes.COUNT]
+    *refs, inner = refs
+    gate_up, alike, lists = _named(refs, spec)
 
-    @pl.when(count > 0)
-    def _():
-        expert = blocks[block, routes.EXPERT]
-        slot = blocks[block, routes.START] + lax.iota(jnp.int32, config.rows)
-        live = lax.iota(jnp.int32, config.rows) < count
-        token = gpu.load(order.at[slot], live) // spec.per_token
+    def body(matrices, expert, row, live):
+        token = row // spec.slots
 
         def step(i, sums):
             rows = _gather(x, token, live, i * depth, depth)
             products = (
                 _product(
                     rows,
-                    gate_up[expert, pl.ds(i * depth, depth), pl.ds(column, columns)],
+                    matrices[expert, pl.ds(i * depth, depth), pl.ds(column, columns)],
                     config.weights_first,
                 )
                 for column in (first, spec.inner + first)
@@ -97,47 +96,51 @@ def _gate_up_kernel(x, gate_up, order, blocks, inner, *, spec, config):
         zero = _zeros(config.rows, columns, config.weights_first)
         gate, up = lax.fori_loop(0, spec.hidden // depth, step, (zero, zero))
         value = gate * up / (1 + jnp.exp(-gate))
-        _scatter(inner, slot, live, first, value, config.weights_first)
+        _scatter(inner, row, live, first, value, config.weights_first)
+
+    blocks.for_each(body, gate_up, alike, lists, spec=spec, rows=config.rows)
 
 
-def _down(inner, down, scales, order, blocks, *, spec, config):
-    """Return weight * down(inner) of every pair, in the order of the tokens: [P, H]."""
-    kernel = functools.partial(_down_kernel, spec=spec, config=config)
-    arrays = (inner, down, scales, order, blocks)
-    [by_pair] = routes.launch(
-        kernel,
+def _down(inner, matrices, weights, found, *, spec, config):
+    """Return weight * down(inner) of every token and expert of it: [T slots, H]."""
+    scales = weights.reshape(-1).astype(jnp.float32)
+    arrays = (inner, scales, *matrices)
+    [by_slot] = routes.launch(
+        functools.partial(_down_kernel, spec=spec, config=config),
         name="grouped_matmul_down",
-        grid=(spec.hidden // config.down_columns, blocks.shape[0]),
-        inputs=[(array, array.shape) for array in arrays],
-        outputs=[((spec.pairs, spec.hidden), inner.dtype)],
+        grid=(spec.hidden // config.down_columns, found.shared + found.routed),
+        inputs=[(each, each.shape) for each in arrays] + list(found.inputs),
+        outputs=[((spec.tokens * spec.slots, spec.hidden), inner.dtype)],
         options=(config.down_warps, config.down_stages),
     )
-    return by_pair
+    return by_slot
 
 
-def _down_kernel(inner, down, scales, order, blocks, by_pair, *, spec, config):
+def _down_kernel(inner, scales, *refs, spec, config):
     columns, depth = config.down_columns, config.down_depth
     first = pl.program_id(0) * columns
-    block = pl.program_id(1)
-    count = blocks[block, routes.COUNT]
+    *refs, by_slot = refs
+    down, alike, lists = _named(refs, spec)
 
-    @pl.when(count > 0)
-    def _():
-        expert = blocks[block, routes.EXPERT]
-        slot = blocks[block, routes.START] + lax.iota(jnp.int32, config.rows)
-        live = lax.iota(jnp.int32, config.rows) < count
-        pair = gpu.load(order.at[slot], live)
-        scale = gpu.load(scales.at[pair], live)
+    def body(matrices, expert, row, live):
+        scale = gpu.load(scales.at[row], live)
 
         def step(i, total):
-            rows = _gather(inner, slot, live, i * depth, depth)
-            tile = down[expert, pl.ds(i * depth, depth), pl.ds(first, columns)]
+            rows = _gather(inner, row, live, i * depth, depth)
+            tile = matrices[expert, pl.ds(i * depth, depth), pl.ds(first, columns)]
             return total + _product(rows, tile, config.weights_first)
 
         zero = _zeros(config.rows, columns, config.weights_first)
         total = lax.fori_loop(0, spec.inner // depth, step, zero)
         value = total * (scale[None, :] if config.weights_first else scale[:, None])
-        _scatter(by_pair, pair, live, first, value, config.weights_first)
+        _scatter(by_slot, row, live, first, value, config.weights_first)
+
+    blocks.for_each(body, down, alike, lists, spec=spec, rows=config.rows)
+
+
+def _named(refs, spec):
+    """Return the experts' matrices, the shared expert's or None, and the lists."""
+    return refs[0], refs[1] if spec.shared else None, tuple(refs[1 + spec.shared :])
 
 
 def _gather(ref, rows, live, first, size):

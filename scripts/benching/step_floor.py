@@ -21,6 +21,7 @@ Logits and other activations are left out: a step that never wrote them would be
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from models.qwen3_5 import random_weights
@@ -99,6 +100,9 @@ def _of_row(subject, accept_length: float, activation: str) -> dict[str, float]:
     records = memory.record_bytes(
         shape, nodes, scheme, state_dtype=dtype, activation_dtype=activation
     )
+    # Of a raw row only the conv's channels need to move; the others are kept beside.
+    beside = shape.gdn_layers * (shape.joint_columns - shape.conv_channels)
+    records -= nodes * beside * jnp.dtype(activation).itemsize
     moves, history = _moves(subject, scheme, accept_length)
     record_dtype = getattr(lifecycle, "record_dtype", "float32")
     of_history = memory.history_bytes(shape, 1, record_dtype, activation)

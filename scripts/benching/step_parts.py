@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.qwen3_5 import decoder
+from models.qwen3_5 import decoder, gated_delta_net
 from pallas_kernels.grouped_matmul import spec as grouped_specs
 from pallas_kernels.tree_attention import spec as attention_specs
 from scripts.benching import step_program
@@ -74,14 +74,15 @@ class _Block:
     module: Any
 
     def projections(self) -> Part:
-        """In and out projections with their norms and gates; those of a, b follow."""
+        """In and out projections with their norms and gates."""
 
         def function(block, xs, mixed, positions):
             *recurrent, attending = self._merge(block)
             found = []
             for layer, x, o in zip(recurrent, xs[:-1], mixed[:-1], strict=True):
-                mixer = layer.linear_attn
-                found.append((mixer.in_proj_qkv(x), mixer._output(o, x)))
+                mixer, rows = layer.linear_attn, layer.linear_attn.in_proj(x)
+                z = gated_delta_net.split_columns(rows, self._config).z
+                found.append((rows, mixer._output(o, z)))
             mixer = attending.self_attn
             q, gate, k, v = mixer.project(xs[-1], positions)
             return found, (q, k, v), mixer.output(mixed[-1], gate)
@@ -97,42 +98,43 @@ class _Block:
             positions = state.base[:, None] + state.tree.depth()
             return self._first(params), xs, mixed, positions
 
-        names = ("in_proj_qkv", "in_proj_z", "norm", "out_proj")
+        names = ("in_proj", "norm", "out_proj")
         weights = nbytes(
             [[nnx.state(getattr(m, name)) for name in names] for m in self._mixers]
         ) + nbytes(nnx.state(self.shapes[-1].self_attn))
         return self._part("projections", function, inputs, weights)
 
     def front(self) -> Part:
-        """Projections of a and b, conv along ancestors, heads and gates."""
+        """Conv along ancestors, heads and gates; the output gate is not read."""
 
-        def function(block, xs, rows, windows, numbers):
+        def function(block, rows, windows, numbers):
             layers = self._merge(block)[:-1]
             return [
-                layer.linear_attn._front(x, r, w, numbers)
-                for layer, x, r, w in zip(layers, xs, rows, windows, strict=True)
+                layer.linear_attn._front(r, w, numbers)
+                for layer, r, w in zip(layers, rows, windows, strict=True)
             ]
 
         def inputs(params, state, key):
             noise = Noise(key, state)
-            xs = self._rows(noise, state)[:-1]
             dtype = state.cache.window[0].dtype
-            rows = [noise(self._config.conv_dim, dtype=dtype) for _ in xs]
+            rows = [noise(_joint(self._config), dtype=dtype) for _ in self._mixers]
             width = self._config.linear_conv_kernel_dim
             numbers = conv.tree_windows(state.tree, width)
             return (
                 self._first(params),
-                xs,
                 rows,
                 self._of_block(state.cache.window),
                 numbers,
             )
 
-        names = ("in_proj_a", "in_proj_b", "conv1d")
-        weights = nbytes(
-            [[nnx.state(getattr(m, name)) for name in names] for m in self._mixers]
-        )
-        return self._part("GDN front", function, inputs, weights)
+        weights = nbytes([nnx.state(mixer.conv1d) for mixer in self._mixers])
+        part = self._part("GDN front", function, inputs, weights)
+
+        def floor(shapes, results):
+            gate = nbytes([inputs.v for inputs in results])  # is as large as v
+            return part.floor_bytes(shapes, results) - gate
+
+        return dataclasses.replace(part, floor_bytes=floor)
 
     def verify(self) -> Part:
         """The recurrence over all nodes; the keys in its records are its inputs."""
@@ -234,6 +236,12 @@ class _Block:
 
 def _first_block(module: Any) -> nnx.List:
     return nnx.List(module.layers[: module.config.full_attention_interval])
+
+
+def _joint(config: Any) -> int:
+    """Return the columns of a row: q, k, v, b, a and the output gate."""
+    values = config.value_dim
+    return config.conv_dim + 2 * config.linear_num_value_heads + values
 
 
 def _commit(subject: step_program.Subject) -> Part:

@@ -14,6 +14,7 @@ from treewy_jax import conv
 from treewy_jax import tree as tree_lib
 
 KEY_HEADS, VALUE_HEADS, DIM, WIDTH = 16, 32, 128, 4
+GATE_COLUMNS = VALUE_HEADS * DIM  # of the output gate, which lie behind those read
 CONFIGS = tuple(
     config.Config(block_heads=heads, span=span, num_warps=warps)
     for heads, span, warps in (
@@ -66,44 +67,36 @@ def _case(
 
 @functools.partial(jax.jit, static_argnames="spec")
 def inputs(key: jax.Array, *, spec: specs.Spec) -> tuple[jax.Array, ...]:
-    """Return rows, window, taps, raw gates, decay parameters and conv row numbers.
+    """Return rows, window, taps, decay parameters and conv row numbers.
 
-    Without the convolution: q, k and what concerns the gates.
+    Rows are as wide as a layer's: q | k | v | b | a | output gate. Without the
+    convolution: q, k, raw gates and decay parameters.
     """
     narrow = spec.rows_dtype
     heads = (spec.batch, spec.nodes, spec.value_heads)
     keys = (spec.batch, spec.nodes, spec.key_heads, spec.key_dim)
     if spec.width:
         shapes = [
-            (spec.batch, spec.nodes, spec.channels),
+            (spec.batch, spec.nodes, spec.columns + GATE_COLUMNS),
             (spec.batch, spec.width - 1, spec.channels),
             (spec.channels, spec.width),
         ]
     else:
-        shapes = [keys, keys]
-    a, b, rate, bias, *rows = draw.normals(
-        key, heads, heads, heads[2:], heads[2:], *shapes
-    )
-    rows = [x.astype(narrow) for x in rows]
-    gates = (
-        a.astype(spec.gate_dtype),
-        b.astype(spec.gate_dtype),
-        rate,
-        bias - 4,
-    )
+        shapes = [keys, keys, heads, heads]
+    rate, bias, *rows = draw.normals(key, heads[2:], heads[2:], *shapes)
+    rows, decay = [x.astype(narrow) for x in rows], (rate, bias - 4)
     if not spec.width:
-        return *rows, *gates
+        return *rows, *decay
     raw, window, taps = rows
     tree = tree_lib.DraftTree.from_widths(TREES[spec.nodes], batch=spec.batch)
     windows = conv.tree_windows(tree, spec.width)
-    return raw, window.astype(spec.window_dtype), 0.5 * taps, *gates, windows
+    return raw, window.astype(spec.window_dtype), 0.5 * taps, *decay, windows
 
 
 def call(impl: str, config: Any = None) -> Callable:
     """Return gdn_front by an implementation, cut as `config` says."""
-    return functools.partial(
-        op.gdn_front, key_heads=KEY_HEADS, key_dim=DIM, impl=impl, config=config
-    )
+    sizes = dict(key_heads=KEY_HEADS, key_dim=DIM, value_dim=DIM)
+    return functools.partial(op.gdn_front, **sizes, impl=impl, config=config)
 
 
 def call_without_conv(impl: str, config: Any = None) -> Callable:
@@ -113,7 +106,9 @@ def call_without_conv(impl: str, config: Any = None) -> Callable:
 
 def exact(arguments: tuple, rows: Sequence[int]) -> tuple[np.ndarray, ...]:
     """Return q, k, v and gates of some rows of the batch, in float64."""
-    raw, window, taps, a, b, log_rate, dt_bias, windows = _picked(arguments, rows)
+    raw, window, taps, *decay, windows = _picked(arguments, rows)
+    ends = np.cumsum([window.shape[-1], VALUE_HEADS, VALUE_HEADS])
+    raw, b, a, _ = np.split(raw, ends, axis=-1)
     inputs = np.concatenate([window, raw], axis=1)
     numbers = windows.astype(int)
     every = np.arange(len(raw))[:, None]
@@ -126,7 +121,7 @@ def exact(arguments: tuple, rows: Sequence[int]) -> tuple[np.ndarray, ...]:
     keys = (*raw.shape[:2], KEY_HEADS, DIM)
     q, k = _normalized(q.reshape(keys), k.reshape(keys))
     values = v.reshape(*raw.shape[:2], -1, DIM)
-    return q, k, values, *_gates(a, b, log_rate, dt_bias)
+    return q, k, values, *_gates(a, b, *decay)
 
 
 def exact_without_conv(arguments: tuple, rows: Sequence[int]) -> tuple[np.ndarray, ...]:

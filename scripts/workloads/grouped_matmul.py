@@ -1,4 +1,4 @@
-"""The expert layer at the sizes of Qwen3.5 35B-A3B and 397B-A17B."""
+"""Routes and expert layer at the sizes of Qwen3.5 35B-A3B and 397B-A17B."""
 
 import functools
 
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouped_matmul import config as configs
-from pallas_kernels.grouped_matmul import op
+from pallas_kernels.grouped_matmul import op, router
 from pallas_kernels.grouped_matmul import spec as specs
-from scripts.workloads import base
+from scripts.workloads import base, draw
 
 SIZES = {
     "35B-A3B": dict(experts=256, per_token=8, hidden=2048, inner=512),
@@ -17,6 +17,8 @@ SIZES = {
 }
 # A verified tree of 4 or 40 nodes, four of 40, a prompt; and both ends.
 TOKENS = (1, 4, 40, 160, 1024, 2048)
+# With the shared expert, as a model calls it.
+SHARED_TOKENS = (1, 4, 40)
 MATCH = ("experts", "hidden", "inner", "input_dtype", "tokens")
 # In bfloat16 every product and the output are rounded once.
 BOUNDS = {"bfloat16": 8e-3, "float32": 2e-6}
@@ -25,6 +27,12 @@ SMALL = (
     dict(tokens=1, per_token=1, experts=1, hidden=128, inner=128),
     dict(tokens=3, per_token=8, experts=40, hidden=256, inner=128),
     dict(tokens=39, per_token=3, experts=7, hidden=384, inner=256),
+    dict(tokens=5, per_token=2, experts=6, hidden=128, inner=128, shared=True),
+)
+SMALL_ROUTES = (
+    dict(tokens=3, per_token=7, experts=7),
+    dict(tokens=5, per_token=10, experts=40, shared=True),
+    dict(tokens=5, per_token=3, experts=40, shared=True, hidden=256),
 )
 
 
@@ -40,6 +48,15 @@ def cases() -> list[base.Case]:
     ]
     large += [
         _case(
+            f"{model} T={tokens} bfloat16 shared",
+            specs.make_spec(tokens=tokens, shared=True, **sizes),
+            ("bench", "compile"),
+        )
+        for model, sizes in SIZES.items()
+        for tokens in SHARED_TOKENS
+    ]
+    large += [
+        _case(
             "397B-A17B T=40 bfloat16",
             specs.make_spec(tokens=40, **SIZES["397B-A17B"]),
             ("bench", "tune", "compile"),
@@ -52,14 +69,60 @@ def cases() -> list[base.Case]:
     ]
     small = [
         _case(
-            f"T={sizes['tokens']} E={sizes['experts']} {dtype}",
+            f"T={sizes['tokens']} E={sizes['experts']} {dtype}"
+            + (" shared" if "shared" in sizes else ""),
             specs.make_spec(**sizes, input_dtype=dtype),
             ("small",),
         )
         for sizes in SMALL
         for dtype in BOUNDS
     ]
+    return large + small + routes()
+
+
+def routes() -> list[base.Case]:
+    """Return the choices of experts, the shared expert's gate among them."""
+    large = [
+        _routes(
+            f"routes {model} T={tokens} bfloat16",
+            router.make_spec(
+                tokens=tokens,
+                experts=sizes["experts"],
+                per_token=sizes["per_token"],
+                shared=True,
+                hidden=sizes["hidden"],
+                input_dtype="bfloat16",
+            ),
+            ("bench", *(("compile-cuda",) if tokens in (4, 40) else ())),
+        )
+        for model, sizes in SIZES.items()
+        for tokens in TOKENS
+    ]
+    small = [
+        _routes(
+            f"routes T={sizes['tokens']} E={sizes['experts']} H={sizes.get('hidden')}",
+            router.make_spec(**sizes),
+            ("small",),
+        )
+        for sizes in SMALL_ROUTES
+    ]
     return large + small
+
+
+def _routes(label: str, spec: router.Spec, tags: tuple[str, ...]) -> base.Case:
+    return base.Case(
+        op="grouped_matmul",
+        label=label,
+        kind="routes",
+        spec=spec,
+        inputs=functools.partial(rows_or_logits, spec),
+        call=functools.partial(call_router, spec),
+        exact=functools.partial(exact_routes, spec),
+        bounds=(1e-6, 0.0),
+        tags=frozenset(tags),
+        table="pallas_kernels.grouped_matmul.router",
+        kernels=("grouped_matmul_scores", "grouped_matmul_top_k"),
+    )
 
 
 def _case(label: str, spec: specs.Spec, tags: tuple[str, ...]) -> base.Case:
@@ -79,12 +142,13 @@ def _case(label: str, spec: specs.Spec, tags: tuple[str, ...]) -> base.Case:
 
 
 def inputs(spec: specs.Spec, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Return x, gate_up, down, experts, weights; all experts are equally popular.
+    """Return x, gate_up, down, experts, weights, and the shared expert where asked for.
 
-    So the number of experts touched is that of `spec.touched`, the most for so many
-    tokens. The tokens share a part, as hidden states of a trained model do.
+    All experts are equally popular: the number of those touched is `spec.touched`, the
+    most for so many tokens. The tokens share a part, as hidden states of a trained
+    model do.
     """
-    keys = jax.random.split(key, 5)
+    keys = jax.random.split(key, 8)
     dtype = jnp.dtype(spec.input_dtype)
     hidden, inner = spec.hidden, spec.inner
 
@@ -99,7 +163,26 @@ def inputs(spec: specs.Spec, key: jax.Array) -> tuple[jax.Array, ...]:
     scores = jax.random.normal(keys[4], (spec.tokens, spec.experts))
     weights, experts = jax.lax.top_k(jax.nn.softmax(scores), spec.per_token)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return x, gate_up, down, experts, weights
+    if not spec.shared:
+        return x, gate_up, down, experts, weights
+    gate = jax.nn.sigmoid(jax.random.normal(keys[5], (spec.tokens, 1)))
+    weights = jnp.concatenate([weights, gate], axis=-1)
+    shared = (
+        normal(keys[6], (hidden, 2 * inner), hidden**-0.5),
+        normal(keys[7], (inner, hidden), inner**-0.5),
+    )
+    return x, gate_up, down, experts, weights, shared
+
+
+def rows_or_logits(spec: router.Spec, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Return rows and the gate's matrix, or logits; no two are equal in practice."""
+    dtype = jnp.dtype(spec.input_dtype)
+    if not spec.hidden:
+        return (jax.random.normal(key, (spec.tokens, spec.columns), dtype),)
+    x, weight = draw.normals(
+        key, (spec.tokens, spec.hidden), (spec.columns, spec.hidden)
+    )
+    return x.astype(dtype), (weight * spec.hidden**-0.5).astype(dtype)
 
 
 def call(impl: str, config: configs.Config | None):
@@ -107,18 +190,41 @@ def call(impl: str, config: configs.Config | None):
     return functools.partial(op.swiglu_experts, impl=impl, config=config)
 
 
+def call_router(spec: router.Spec, impl: str, config: None):
+    """Return the choice of experts by an implementation; there is nothing to cut."""
+    run = router.route if spec.hidden else router.route_top_k
+    return functools.partial(run, k=spec.per_token, shared=spec.shared, impl=impl)
+
+
 def exact(arguments: tuple, rows: list[int]) -> tuple[np.ndarray, ...]:
     """Return the output of some tokens, computed in float64 on the host."""
-    x, gate_up, down, experts, weights = arguments
+    x, gate_up, down, experts, weights, *shared = arguments
     experts, weights = np.asarray(experts), np.asarray(weights, np.float64)
     output = np.zeros((len(rows), x.shape[1]))
     for place, row in enumerate(rows):
         token = np.asarray(x[row], np.float64)
-        for expert, weight in zip(experts[row], weights[row], strict=True):
-            gate, up = np.split(token @ np.asarray(gate_up[expert], np.float64), 2)
+        pairs = [(gate_up[expert], down[expert]) for expert in experts[row]] + shared
+        for (first, second), weight in zip(pairs, weights[row], strict=True):
+            gate, up = np.split(token @ np.asarray(first, np.float64), 2)
             inner = gate / (1 + np.exp(-gate)) * up
-            output[place] += weight * (inner @ np.asarray(down[expert], np.float64))
+            output[place] += weight * (inner @ np.asarray(second, np.float64))
     return (output,)
+
+
+def exact_routes(
+    spec: router.Spec, arguments: tuple, rows: list[int]
+) -> tuple[np.ndarray, ...]:
+    """Return weights and experts of some tokens, computed in float64 on the host."""
+    found, *weight = (np.asarray(array, np.float64) for array in arguments)
+    found = found[np.asarray(rows)]
+    if weight:
+        found = found @ weight[0].T
+    choices = np.argsort(-found[:, : spec.experts], axis=-1, kind="stable")
+    choices = choices[:, : spec.per_token]
+    best = np.exp(np.take_along_axis(found, choices, axis=-1))
+    gate = 1 / (1 + np.exp(-found[:, spec.experts :]))
+    weights = np.concatenate([best / best.sum(-1, keepdims=True), gate], axis=-1)
+    return weights, choices
 
 
 def candidates(spec: specs.Spec) -> list[configs.Config]:

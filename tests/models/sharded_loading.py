@@ -7,6 +7,7 @@ import tracemalloc
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors import numpy as safetensors_numpy
 
 import models
@@ -141,6 +142,59 @@ def test_a_device_reads_the_files_of_its_own_experts(tmp_path, monkeypatch):
     assert sorted(experts) == sorted(key for key in apart if ".experts." in key)
     expected = models.load(source, mesh=spread)
     jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+def test_a_device_reads_the_projections_of_its_own_heads(folders, monkeypatch):
+    """Every row of the four tensors once, and an eighth of them at a time at most."""
+    seen, read = {}, checkpoints.FolderReader.read
+
+    def noted(self, key, part=None):
+        found = read(self, key, part)
+        if "in_proj" in key:
+            seen.setdefault(key, []).append(len(found))
+        return found
+
+    monkeypatch.setattr(checkpoints.FolderReader, "read", noted)
+    models.load(folders["hf"], mesh=mesh.make("tensor=8"))
+    assert len(seen) == 4 * 3
+    widths = {"qkv": BIG.conv_dim, "z": BIG.value_dim, "b": 16, "a": 16}
+    for key, counts in seen.items():
+        name = key.removesuffix(".weight").rpartition("_")[2]
+        assert sum(counts) == widths[name]
+        assert len(counts) == (3 if name == "qkv" else 1) * 8
+
+
+def mixed(folder, text):
+    """Return rows and state that a GDN layer makes of some rows."""
+    model = models.load(folder, mesh=mesh.make(text))
+    mixer = nnx.merge(model.graphdef, model.params).layers[0].linear_attn
+    x = jax.random.normal(jax.random.key(3), (2, 5, BIG.hidden_size))
+    with mesh.use(model.mesh):
+        rows, (_, state) = jax.jit(mixer.prefill)(x, np.array([5, 4]))
+    return np.asarray(rows), np.asarray(state)
+
+
+def contiguous(config, letter, parts, number):
+    """Cut channels as if those of a device followed each other."""
+    size = sum(sharding.blocks(config, letter)) // parts
+    return [slice(number * size, (number + 1) * size)]
+
+
+@pytest.mark.parametrize("letters", ["", "C", "joint"])
+def test_channels_that_are_not_ordered_by_device_are_seen(
+    folders, letters, monkeypatch
+):
+    """A device has the heads that it should; the broken twins have others'."""
+    wanted, right = mixed(folders["hf"], "tensor=1"), sharding.pieces
+
+    def pieces(config, letter, parts, number):
+        wrong = letter in letters.split()
+        return (contiguous if wrong else right)(config, letter, parts, number)
+
+    monkeypatch.setattr(sharding, "pieces", pieces)
+    found = mixed(folders["hf"], "tensor=8")
+    off = max(np.abs(a - b).max() for a, b in zip(found, wanted, strict=True))
+    assert off > 1e-2 if letters else off < 1e-5
 
 
 def test_a_flipped_byte_is_found_on_a_mesh(folders, tmp_path):

@@ -1,5 +1,6 @@
 """Models on a mesh of eight devices (run by test_sharding.py) write what one does."""
 
+import dataclasses
 import functools
 import re
 
@@ -155,10 +156,10 @@ def counted(sizes):
     """Return an expert layer that notes the rows of each of its devices' experts."""
     real = grouped_matmul.swiglu_experts
 
-    def swiglu_experts(x, gate_up, down, experts, weights):
+    def swiglu_experts(x, gate_up, down, experts, *rest):
         rows = jnp.bincount(experts.reshape(-1), length=len(down))
         jax.debug.callback(lambda found: sizes.append(found.tolist()), rows)
-        return real(x, gate_up, down, experts, weights)
+        return real(x, gate_up, down, experts, *rest)
 
     return swiglu_experts
 
@@ -185,6 +186,30 @@ def test_a_device_computes_rows_of_its_own_experts_only(folder, monkeypatch):
     ]
     for output, *_ in found.values():
         np.testing.assert_allclose(output, found["tensor=1"][0], atol=1e-5)
+
+
+def test_a_part_of_the_shared_expert_that_is_of_the_size_of_the_others(
+    tmp_path, monkeypatch
+):
+    """It runs together with the experts of its device, alone it runs apart."""
+    width = 8 * WIDE.moe_intermediate_size
+    wider = dataclasses.replace(WIDE, shared_expert_intermediate_size=width)
+    folder, seen, outputs = save(wider, tmp_path), [], []
+    x = jax.random.normal(jax.random.key(3), (2, 9, 64))
+    real = grouped_matmul.swiglu_experts
+
+    def noted(*arrays):
+        seen.append(arrays[-1] is not None)
+        return real(*arrays)
+
+    monkeypatch.setattr(grouped_matmul, "swiglu_experts", noted)
+    for text in ("tensor=1", "tensor=8"):
+        model = models.load(folder, mesh=mesh.make(text))
+        layer = nnx.merge(model.graphdef, model.params).layers[0].mlp
+        with mesh.use(model.mesh):
+            outputs.append(np.asarray(jax.jit(layer)(x)))
+    assert seen == [False, True]
+    np.testing.assert_allclose(outputs[1], outputs[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["dense"])

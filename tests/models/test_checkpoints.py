@@ -79,9 +79,11 @@ def test_flat_dense_tensors():
     stored = golden("dense")[1]
     layer = "model.layers.2.linear_attn."
     mixer = ("layers", 2, "linear_attn")
-    for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"):
-        kernel = params[*mixer, name, "kernel"]
-        np.testing.assert_array_equal(kernel, stored[f"{layer}{name}.weight"].T)
+    names = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
+    joined = np.concatenate([stored[f"{layer}{name}.weight"] for name in names])
+    np.testing.assert_array_equal(params[*mixer, "in_proj", "kernel"], joined.T)
+    out_proj = stored[f"{layer}out_proj.weight"]
+    np.testing.assert_array_equal(params[*mixer, "out_proj", "kernel"], out_proj.T)
     conv = stored[f"{layer}conv1d.weight"][:, 0, :]
     np.testing.assert_array_equal(params[*mixer, "conv1d", "weight"], conv)
     for name in ("A_log", "dt_bias"):
@@ -190,7 +192,9 @@ def test_layers_are_numbered_as_in_the_model(tmp_path):
     saved, ours = raw_tensors(tmp_path), flat(params)
     for layer in (1, 6, 10):  # two digits come behind one
         prefix = f"model.language_model.layers.{layer}."
-        a = ours["layers", layer, "linear_attn", "in_proj_a", "kernel"]
+        joined = ours["layers", layer, "linear_attn", "in_proj", "kernel"]
+        a = joined[:, -config.value_dim - config.linear_num_value_heads :]
+        a = a[:, : config.linear_num_value_heads]
         name = f"{prefix}linear_attn.in_proj_a.weight"
         np.testing.assert_array_equal(saved[name].astype(np.float32), a.T)
         down = ours["layers", layer, "mlp", "experts", "down_proj"]

@@ -176,7 +176,7 @@ def test_wrong_fields(changes, message):
 
 
 UNSUPPORTED = {
-    "packed": {"model_type": "qwen3_next"},
+    "sparse": {"model_type": "qwen3_next", "decoder_sparse_step": 2},
     "bias": {"attention_bias": True},
     "gate": {"attn_output_gate": False},
     "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}},

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
 import pytest
 
 import models
@@ -34,14 +33,20 @@ def abstract_mesh(**sizes):
     )
 
 
-def test_channels_go_with_their_heads():
-    """Each half of the channels is q, k and v of half of the heads."""
-    order = sharding.channel_order(CONFIG, 2)
-    assert sorted(order) == list(range(CONFIG.conv_dim))
-    q, k, v = np.split(order[: len(order) // 2], [16, 32])
-    np.testing.assert_array_equal(q, np.arange(16))
-    np.testing.assert_array_equal(k, 32 + np.arange(16))
-    np.testing.assert_array_equal(v, 64 + np.arange(48))
+@pytest.mark.parametrize("letter", ["C", "joint"])
+def test_channels_go_with_their_heads(letter):
+    """Each half has q, k, v, and b, a, z beside them, of half of the heads."""
+    widths = {"q": 32, "k": 32, "v": 96, "b": 4, "a": 4, "z": 96}
+    if letter == "C":
+        widths = {name: widths[name] for name in "qkv"}
+    stored = [(name, i) for name, width in widths.items() for i in range(width)]
+    for number in range(2):
+        found = sharding.pieces(CONFIG, letter, 2, number)
+        assert [channel for piece in found for channel in stored[piece]] == [
+            (name, number * width // 2 + i)
+            for name, width in widths.items()
+            for i in range(width // 2)
+        ]
 
 
 @pytest.mark.parametrize(

@@ -20,21 +20,28 @@ SHAPES = [
     (1, 5, 1, 3, 32, 16, 2),
     (3, 2, 2, 8, 16, 16, 4),
 ]
-NAMES = ("rows", "window", "taps", "a", "b", "A_log", "dt_bias", "windows")
+NAMES = ("rows", "window", "taps", "A_log", "dt_bias", "windows")
+BEHIND = 5  # columns that nobody reads
 
 
 def make(shape, dtype="float32", seed=0):
-    """Return random arguments; every node's conv window is along random ancestors."""
+    """Return random arguments; every node's conv window is along random ancestors.
+
+    Rows are q | k | v | b | a, and NaN behind them.
+    """
     batch, nodes, key_heads, value_heads, key_dim, value_dim, width = shape
     random = np.random.default_rng(seed)
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     normal = random.normal
-    arrays = [
+    rows = [
         normal(size=(batch, nodes, channels)),
+        3 * normal(size=(batch, nodes, 2 * value_heads)),
+        np.full((batch, nodes, BEHIND), np.nan),
+    ]
+    arrays = [
+        np.concatenate(rows, axis=-1),
         normal(size=(batch, width - 1, channels)),
         normal(size=(channels, width)),
-        3 * normal(size=(batch, nodes, value_heads)),
-        3 * normal(size=(batch, nodes, value_heads)),
         normal(size=value_heads),
         normal(size=value_heads) - 2,
     ]
@@ -42,7 +49,7 @@ def make(shape, dtype="float32", seed=0):
     windows = [tree_windows(parent, width) for parent in parents]
     arrays = [jnp.asarray(x, dtype) for x in arrays]
     if dtype == "bfloat16":  # as the model has them
-        arrays[5:] = [x.astype(jnp.float32) for x in arrays[5:]]
+        arrays[3:] = [x.astype(jnp.float32) for x in arrays[3:]]
     return (*arrays, jnp.asarray(np.array(windows), jnp.int32))
 
 
@@ -59,12 +66,20 @@ def tree_windows(parent, width):
     return found
 
 
+def gates_of(rows, value_heads):
+    """Return a and b of rows with NaN behind them."""
+    b = rows[..., -2 * value_heads - BEHIND : -value_heads - BEHIND]
+    return rows[..., -value_heads - BEHIND : -BEHIND], b
+
+
 def exact(arrays, key_heads, key_dim):
     """Each node by itself: gather, convolve, activate, split and normalise."""
-    rows, window, taps, a, b, log_rate, dt_bias, windows = (
+    rows, window, taps, log_rate, dt_bias, windows = (
         np.asarray(x, np.float64) for x in arrays
     )
     value_heads = len(log_rate)
+    a, b = gates_of(rows, value_heads)
+    rows = rows[..., : window.shape[-1]]
     outputs = [], [], []
     for b_, t in np.ndindex(*rows.shape[:2]):
         inputs = np.concatenate([window[b_], rows[b_]])[windows[b_, t].astype(int)]
@@ -98,16 +113,21 @@ def errors(got, wanted):
 
 
 STATIC = ("impl", "config")
-gdn_front = jax.jit(op.gdn_front, static_argnames=(*STATIC, "key_heads", "key_dim"))
+SIZES = ("key_heads", "key_dim", "value_dim")
+gdn_front = jax.jit(op.gdn_front, static_argnames=(*STATIC, *SIZES))
 normalize_and_gate = jax.jit(op.normalize_and_gate, static_argnames=STATIC)
 
 
 def call(arrays, shape, **options):
-    return gdn_front(*arrays, key_heads=shape[2], key_dim=shape[4], **options)
+    return gdn_front(*arrays, **sizes(shape), **options)
 
 
-def spec_for(shape):
-    return specs.spec_of_rows(*make(shape), key_heads=shape[2], key_dim=shape[4])
+def sizes(shape):
+    return dict(key_heads=shape[2], key_dim=shape[4], value_dim=shape[5])
+
+
+def spec_for(shape, dtype="float32"):
+    return specs.spec_of_rows(*make(shape, dtype), **sizes(shape))
 
 
 def ways():
@@ -146,11 +166,17 @@ def test_bfloat16_rows(way):
     assert max(found[:3]) < 4e-3 and max(found[3:]) < 1e-6
 
 
+def make_gates():
+    """Return raw gates, and parameters of the decay."""
+    rows, _, _, *decay, _ = make(SHAPES[1])
+    return *gates_of(rows, len(decay[0])), *decay
+
+
 @over_ways
 def test_without_the_convolution(way):
     random = np.random.default_rng(1)
     q, k = (jnp.asarray(random.normal(size=(2, 7, 2, 16)), "float32") for _ in "qk")
-    others = make(SHAPES[1])[3:7]
+    others = make_gates()
     got = normalize_and_gate(q, k, *others, **WAYS[way])
     wanted = normalized(*(np.asarray(x, np.float64) for x in (q, k)))
     wanted += gates(*(np.asarray(x, np.float64) for x in others))
@@ -177,7 +203,8 @@ def test_a_row_reaches_only_the_nodes_that_read_it(way):
     arrays = make(shape)
     before = call(arrays, shape, **WAYS[way])
     poisoned = [*arrays]
-    poisoned[0] = arrays[0].at[1, 2].set(jnp.nan)
+    channels = arrays[1].shape[-1]
+    poisoned[0] = arrays[0].at[1, 2, :channels].set(jnp.nan)
     poisoned[1] = arrays[1].at[1, 0].set(jnp.nan)
     after = call(poisoned, shape, **WAYS[way])
     reads = np.isin(arrays[-1], [0, shape[-1] - 1 + 2]).any(-1)
@@ -204,9 +231,9 @@ def test_numbers_beyond_the_ends_take_the_nearest_row(way):
 def test_extreme_gates_stay_finite(way):
     shape = SHAPES[1]
     arrays = [*make(shape)]
-    arrays[3] = jnp.where(arrays[3] > 0, 200.0, -200.0)
-    arrays[4] = jnp.where(arrays[4] > 0, 200.0, -200.0)
-    arrays[0] = 1e4 * arrays[0]
+    channels = arrays[1].shape[-1]
+    extreme = jnp.where(arrays[0] > 0, 200.0, -200.0)
+    arrays[0] = extreme.at[..., :channels].set(1e4 * arrays[0][..., :channels])
     got = call(arrays, shape, **WAYS[way])
     assert all(np.all(np.isfinite(x)) for x in got)
     assert np.all(got[3] <= 0) and np.all((got[4] >= 0) & (got[4] <= 1))
@@ -215,17 +242,40 @@ def test_extreme_gates_stay_finite(way):
 def test_zero_rows_give_zero_keys():
     shape = SHAPES[1]
     arrays = [*make(shape)]
-    arrays[0], arrays[1] = 0 * arrays[0], 0 * arrays[1]
+    arrays[:2] = map(jnp.zeros_like, arrays[:2])
     q, k, v, *_ = call(arrays, shape)
     assert not np.any(q) and not np.any(k) and not np.any(v)
 
 
-@pytest.mark.parametrize("fault", ["taps reversed", "window order", "windows", "scale"])
+@over_ways
+def test_columns_behind_are_not_read(way):
+    """Any number of them, none too, changes no bit."""
+    shape = SHAPES[1]
+    rows, *others = make(shape)
+    wanted = call((rows, *others), shape, **WAYS[way])
+    for more in (jnp.zeros((*rows.shape[:2], 0)), jnp.full((*rows.shape[:2], 91), 7.0)):
+        joined = jnp.concatenate([rows[..., :-BEHIND], more], axis=-1)
+        got = call((joined, *others), shape, **WAYS[way])
+        assert all(np.array_equal(*pair) for pair in zip(got, wanted, strict=True))
+
+
+FAULTS = ["taps reversed", "window order", "windows", "scale", "gates", "column"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_broken_twins_are_caught(fault):
     shape = SHAPES[1]
     arrays = [*make(shape)]
     wanted = exact(arrays, shape[2], shape[4])
-    if fault == "taps reversed":
+    channels, gate = arrays[1].shape[-1], shape[3]
+    if fault == "gates":  # a in front of b
+        b, a = (arrays[0][..., i : i + gate] for i in (channels, channels + gate))
+        swapped = jnp.concatenate([a, b], axis=-1)
+        arrays[0] = arrays[0].at[..., channels : channels + 2 * gate].set(swapped)
+    elif fault == "column":  # gates are read one column too early
+        arrays[0] = jnp.roll(arrays[0], 1, axis=-1)
+        arrays[0] = arrays[0].at[..., 0].set(0.0)
+    elif fault == "taps reversed":
         arrays[2] = arrays[2][:, ::-1]
     elif fault == "window order":
         arrays[1] = arrays[1][:, ::-1]
@@ -244,21 +294,29 @@ def test_broken_twins_are_caught(fault):
         ("rows has shape", lambda a: a | {"rows": a["rows"][0]}),
         ("window has shape", lambda a: a | {"window": a["window"][:, :2]}),
         ("taps has shape", lambda a: a | {"taps": a["taps"][:5]}),
-        ("a has shape", lambda a: a | {"a": a["a"][:, :3]}),
-        ("b has shape", lambda a: a | {"b": a["b"][..., :2]}),
+        (
+            "rows has shape .* at least 200",
+            lambda a: a | {"rows": a["rows"][..., :199]},
+        ),
         ("A_log has shape", lambda a: a | {"A_log": a["A_log"][:, None]}),
         ("dt_bias has shape", lambda a: a | {"dt_bias": a["dt_bias"][:2]}),
         ("windows has shape", lambda a: a | {"windows": a["windows"][..., :3]}),
         ("key_heads is 3", lambda a: a | {"key_heads": 3}),
-        ("key_dim is 48", lambda a: a | {"key_dim": 48}),
+        ("taps has shape .* = 320", lambda a: a | {"key_dim": 48}),
+        ("taps has shape .* = 188", lambda a: a | {"value_dim": 31}),
+        ("key_dim is 0", lambda a: a | {"key_dim": 0}),
+        ("value_dim is 0", lambda a: a | {"value_dim": 0}),
         ("impl is 'cuda'", lambda a: a | {"impl": "cuda"}),
     ],
 )
 def test_wrong_arguments_are_named(message, change):
     arguments = dict(zip(NAMES, make(SHAPES[1]), strict=True))
-    arguments = change(arguments | {"key_heads": 2, "key_dim": 16})
+    arguments = change(arguments | sizes(SHAPES[1]))
     with pytest.raises(ValueError, match=message):
         op.gdn_front(**arguments)
+
+
+GATES = ("a", "b", "A_log", "dt_bias")
 
 
 @pytest.mark.parametrize(
@@ -266,11 +324,13 @@ def test_wrong_arguments_are_named(message, change):
     [
         ("q has shape", lambda a: a | {"q": a["q"][0]}),
         ("k has shape", lambda a: a | {"k": a["k"][:, :, :1]}),
-        ("key_heads is 2", lambda a: a | {n: a[n][..., :3] for n in NAMES[3:7]}),
+        ("a has shape", lambda a: a | {"a": a["a"][:, :3]}),
+        ("b has shape", lambda a: a | {"b": a["b"][..., :2]}),
+        ("key_heads is 2", lambda a: a | {n: a[n][..., :3] for n in GATES}),
     ],
 )
 def test_wrong_heads_are_named(message, change):
-    arguments = dict(zip(NAMES[3:7], make(SHAPES[1])[3:7], strict=True))
+    arguments = dict(zip(GATES, make_gates(), strict=True))
     heads = jnp.ones((2, 7, 2, 16))
     with pytest.raises(ValueError, match=message):
         op.normalize_and_gate(**change(arguments | {"q": heads, "k": heads}))
@@ -314,8 +374,7 @@ def test_supports_says_why_not(impl, change, reason):
 
 def test_bytes_of_a_call():
     shape = (2, 7, 2, 4, 16, 32, 4)
-    arrays = make(shape, "bfloat16")
-    spec = specs.spec_of_rows(*arrays, key_heads=2, key_dim=16)
+    spec = spec_for(shape, "bfloat16")
     channels = 2 * 2 * 16 + 4 * 32
     rows = 2 * (2 * 7 + 3) * channels
     assert spec.bytes_moved == 2 * (rows + 2 * 7 * 4 * (2 + 4) + 4 * 7 * 4)
@@ -332,7 +391,7 @@ def test_tuned_tables_hold_cuts_that_fit():
 def test_epsilon_is_under_the_root():
     assert reference.EPSILON == 1e-6
     tiny = jnp.full((1, 1, 1, 16), 1e-4)
-    others = [x[:1, :1, :1] for x in make(SHAPES[1])[3:5]]
+    others = [x[:1, :1, :1] for x in make_gates()[:2]]
     zero = jnp.zeros(1)
     _, k, *_ = op.normalize_and_gate(tiny, tiny, *others, zero, zero)
     norm = np.sqrt(16 * 1e-8)

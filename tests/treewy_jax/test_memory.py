@@ -126,9 +126,15 @@ def chain_state(row):
 
 
 def rows_and_kv(shape):
-    """Both schemes keep a raw conv row and the KV of a node; bfloat16."""
-    window = memory.conv_bytes(shape) // (shape.conv_width - 1)
-    return window + memory.kv_bytes(shape, 1)
+    """Both schemes keep a raw row and the KV of a node; bfloat16."""
+    return rows_of(shape, 2) + memory.kv_bytes(shape, 1)
+
+
+def rows_of(shape, itemsize):
+    """A row: channels of the conv, two gates a head, and as many columns as values."""
+    gates = shape.value_heads * (2 + shape.value_dim)
+    channels = 2 * shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
+    return shape.gdn_layers * (channels + gates) * itemsize
 
 
 # --- against arrays -----------------------------------------------------------------
@@ -270,7 +276,7 @@ def test_records_of_a_published_layer(scheme, activation, double):
         inputs,
     )
     recurrent = held(records) - written([records])
-    rows = memory.conv_bytes(shape, activation) // (shape.conv_width - 1)
+    rows = rows_of(shape, np.dtype(activation).itemsize)
     assert recurrent + n * rows == memory.record_bytes(
         shape, n, scheme, state_dtype="float32", activation_dtype=activation
     )

@@ -1,0 +1,94 @@
+"""The mixture of experts against a loop over tokens in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.qwen3_5 import moe
+from tests.models import golden
+
+# The shared expert is of the size of the others, or of another one.
+WIDTHS = (16, 24)
+over_widths = pytest.mark.parametrize("width", WIDTHS)
+
+
+def layer(width):
+    sizes = dict(moe_intermediate_size=16, shared_expert_intermediate_size=width)
+    config = dataclasses.replace(golden.model("moe").config, **sizes)
+    return moe.MoE(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
+def rows(layer, batch=2, tokens=5):
+    size = layer.experts.down_proj.shape[-1]
+    return jax.random.normal(jax.random.key(1), (batch, tokens, size))
+
+
+def looped(layer, x):
+    """Return sum_k p_k expert_k(x) + sigmoid(g x) shared(x), token by token."""
+    params = nnx.to_pure_dict(nnx.state(layer))
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    gate, experts, shared = (params[k] for k in ("gate", "experts", "shared_expert"))
+    output = np.zeros(x.shape)
+    for place in np.ndindex(x.shape[:-1]):
+        row = np.asarray(x[place], np.float64)
+        *scores, shared_score = gate["weight"] @ row
+        share = np.exp(scores) / np.sum(np.exp(scores))
+        best = np.argsort(-share)[: layer.gate.top_k]
+        for e in best:
+            gates, ups = np.split(row @ experts["gate_up_proj"][e], 2)
+            found = gates / (1 + np.exp(-gates)) * ups @ experts["down_proj"][e]
+            output[place] += share[e] / share[best].sum() * found
+        gates, ups = (row @ shared["gate_up_proj"][:, half] for half in (0, 1))
+        found = gates / (1 + np.exp(-gates)) * ups @ shared["down_proj"]["kernel"]
+        output[place] += found / (1 + np.exp(-shared_score))
+    return output
+
+
+def error(layer, x, expected):
+    found = np.asarray(jax.jit(lambda x: layer(x))(x), np.float64)
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+@over_widths
+def test_every_token_meets_its_experts_and_the_shared_one(width):
+    subject = layer(width)
+    x = rows(subject)
+    assert (subject._alike() is not None) == (width == 16)
+    assert error(subject, x, looped(subject, x)) < 1e-6
+
+
+@pytest.mark.parametrize("fault", ["gate of the shared expert", "choices"])
+@over_widths
+def test_broken_twins_fail(fault, width):
+    subject = layer(width)
+    x = rows(subject)
+    expected = looped(subject, x)
+    weight = subject.gate.weight
+    if fault == "choices":
+        weight[...] = jnp.roll(weight[...], 1, axis=0)
+    else:
+        weight[...] = weight[...].at[-1].set(0)
+    assert error(subject, x, expected) > 1e-2
+
+
+def test_one_call_where_the_sizes_are_equal(monkeypatch):
+    """Both ways of computing the shared expert are one function."""
+    subject = layer(16)
+    x = rows(subject)
+    together = jax.jit(lambda x: subject(x))(x)
+    monkeypatch.setattr(moe.MoE, "_alike", lambda self: None)
+    apart = jax.jit(lambda x: subject(x))(x)
+    np.testing.assert_allclose(together, apart, atol=1e-6)
+
+
+def test_the_gradient_reaches_every_matrix():
+    subject = layer(16)
+    graphdef, params = nnx.split(subject)
+    x = rows(subject, 4, 8)
+    found = jax.jit(jax.grad(lambda p: jnp.sum(nnx.merge(graphdef, p)(x) ** 2)))(params)
+    for leaf in jax.tree.leaves(found):
+        assert float(jnp.max(jnp.abs(leaf))) > 0
