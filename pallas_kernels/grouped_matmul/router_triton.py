@@ -126,17 +126,23 @@ def _top_k_kernel(logits, weights, experts, *, spec):
     token = pl.program_id(0)
     expert = lax.iota(jnp.int32, gpu.power_of_two(spec.experts))
     known = expert < spec.experts
-    row = jnp.zeros(expert.shape, jnp.float32)
-    gate = jnp.float32(0)
-    for part in range(logits.shape[0]):
-        row += gpu.load(logits.at[part, token, expert], known).astype(jnp.float32)
-        if spec.shared:
-            gate += logits[part, token, spec.experts].astype(jnp.float32)
+    parts = range(logits.shape[0])
+    # No 0 is added: that would take the sign of -0 and of NaN.
+    row = functools.reduce(
+        jnp.add,
+        (
+            gpu.load(logits.at[part, token, expert], known).astype(jnp.float32)
+            for part in parts
+        ),
+    )
     choice = lax.iota(jnp.int32, gpu.power_of_two(spec.weights))
     best, chosen = _choose(row, known, choice, spec.per_token)
     weight = jnp.exp(best - jnp.max(best))
     weight = weight / jnp.sum(weight)
     if spec.shared:
+        gate = sum(
+            logits[part, token, spec.experts].astype(jnp.float32) for part in parts
+        )
         weight = jnp.where(choice == spec.per_token, 1 / (1 + jnp.exp(-gate)), weight)
     _store_row(weights, token, choice, weight, spec.weights)
     _store_row(experts, token, choice, chosen, spec.per_token)
