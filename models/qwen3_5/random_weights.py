@@ -36,7 +36,7 @@ from jaxtyping import Array, Float, UInt32
 from models import checkpoints
 from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import model as model_lib
-from models.qwen3_5 import published, sharding, weights
+from models.qwen3_5 import published, sharding, stored
 from treewy_jax import mesh as mesh_lib
 
 ROUTERS = ("uniform", "zipf")
@@ -110,7 +110,7 @@ def make(
     bias = _bias(config, router)
     leaves, structure = jax.tree.flatten(shapes)
     made = []
-    for slot, leaf in zip(weights.slots(shapes), leaves, strict=True):
+    for slot, leaf in zip(stored.slots(shapes), leaves, strict=True):
         recipe = _recipe(slot.path, config)
         program = _program(recipe, leaf.shape, leaf.dtype, leaf.sharding)
         name = zlib.crc32(".".join(map(str, slot.path)).encode())
@@ -171,7 +171,7 @@ def _identity(size: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def _recipe(path: weights.Path, config: config_lib.Qwen3_5Config) -> _Recipe:
+def _recipe(path: stored.Path, config: config_lib.Qwen3_5Config) -> _Recipe:
     size, names = config.hidden_size, [part for part in path if isinstance(part, str)]
     identity = _identity(size) if config.is_moe else 0
     leaf = names[-1]

@@ -1,9 +1,4 @@
-"""Which checkpoint tensor each parameter is, and the way in and out.
-
-A parameter path names its tensor; only the leaf differs. `JOINS` lists parameters that
-hold several tensors. Names below leave out the prefix of the main model ("model." or
-"model.language_model.").
-"""
+"""Parameters out of a checkpoint and into one, tensor by tensor (see stored.py)."""
 
 import contextlib
 import dataclasses
@@ -26,6 +21,7 @@ from rich import progress as rich_progress
 from models import checkpoints
 from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import packed, sharding
+from models.qwen3_5 import stored as stored_lib
 
 PREFIXES = {"published": "model.language_model.", "flat": "model."}
 SKIPPED = "model.visual."
@@ -37,163 +33,6 @@ SHOWN = 20
 
 Path = sharding.Path
 Array = Shaped[np.ndarray, "..."]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """How parameters whose path ends in `ours` are stored: renamed, reshaped."""
-
-    ours: tuple[str, ...]
-    theirs: tuple[str, ...]
-    load: Callable[[Array], Array]
-    save: Callable[[Array], Array]
-    part: Callable[[sharding.Part], sharding.Part]  # of ours -> of theirs
-
-
-def _keep(x: Any) -> Any:
-    return x
-
-
-def _swap(x: Array) -> Array:
-    return np.swapaxes(x, -1, -2)
-
-
-def _swap_part(part: sharding.Part) -> sharding.Part:
-    return (*part[:-2], part[-1], part[-2])
-
-
-RULES = (
-    Rule(("embedding",), ("weight",), _keep, _keep, _keep),
-    Rule(("kernel",), ("weight",), _swap, _swap, _swap_part),
-    Rule(
-        ("conv1d", "weight"),
-        ("conv1d", "weight"),
-        lambda x: x[:, 0],
-        lambda x: x[:, None],
-        lambda part: (part[0], slice(None), part[1]),
-    ),
-    *(
-        Rule(("experts", name), ("experts", name), _swap, _swap, _swap_part)
-        for name in ("gate_up_proj", "down_proj")
-    ),
-    Rule((), (), _keep, _keep, _keep),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Join:
-    """A parameter of several stored tensors, which follow each other on an axis.
-
-    Attributes:
-        ours: end of the parameter's path.
-        theirs: end of the name of each tensor, in its place.
-        axis: of the parameter.
-        sizes: the lengths of the tensors, from the config and that of the axis.
-        rule: how each of them is stored.
-    """
-
-    ours: tuple[str, ...]
-    theirs: tuple[tuple[str, ...], ...]
-    axis: int
-    sizes: Callable[[config_lib.Qwen3_5Config, int], Sequence[int]]
-    rule: Rule
-
-
-JOINS = (
-    Join(
-        ("mlp", "gate", "weight"),
-        (("mlp", "gate", "weight"), ("mlp", "shared_expert_gate", "weight")),
-        axis=0,
-        sizes=lambda config, rows: (rows - 1, 1),
-        rule=Rule((), (), _keep, _keep, _keep),
-    ),
-    *(
-        Join(
-            (owner, "gate_up_proj"),
-            ((owner, "gate_proj", "weight"), (owner, "up_proj", "weight")),
-            axis=1,
-            sizes=lambda config, halves: (1,) * halves,
-            rule=Rule(
-                (),
-                (),
-                lambda x: x.T[:, None],  # [I, H] stored, [H, 1, I] ours
-                lambda x: x[:, 0].T,
-                lambda part: (part[2], part[0]),
-            ),
-        )
-        for owner in ("mlp", "shared_expert")
-    ),
-    Join(
-        ("in_proj", "kernel"),
-        tuple((f"in_proj_{name}", "weight") for name in ("qkv", "b", "a", "z")),
-        axis=1,
-        sizes=lambda config, columns: (
-            config.conv_dim,
-            config.linear_num_value_heads,
-            config.linear_num_value_heads,
-            config.value_dim,
-        ),
-        rule=Rule((), (), _swap, _swap, _swap_part),
-    ),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """One stored tensor of the fused layout: `key` with `shape`, for `path`.
-
-    Of a parameter with other tensors it is the part at `index`.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    path: Path
-    rule: Rule
-    index: sharding.Part = ()
-
-
-def slots(state: Any) -> list[Slot]:
-    """List the parameters of `state` (arrays or their abstract shapes) as stored.
-
-    One that holds several tensors is there once, under its own name (see `tensors`).
-    """
-    return [_slot(path, tuple(leaf.shape)) for path, leaf in _flatten(state)[0]]
-
-
-def tensors(
-    path: Path, shape: tuple[int, ...], config: config_lib.Qwen3_5Config
-) -> list[Slot]:
-    """List the tensors that hold one parameter."""
-    join = next((j for j in JOINS if path[len(path) - len(j.ours) :] == j.ours), None)
-    if join is None:
-        return [_slot(path, shape)]
-    sizes = join.sizes(config, shape[join.axis])
-    ends = itertools.accumulate(sizes)
-    found = []
-    for names, size, end in zip(join.theirs, sizes, ends, strict=True):
-        whole = [slice(None)] * len(shape)
-        whole[join.axis] = slice(end - size, end)
-        part = (*shape[: join.axis], size, *shape[join.axis + 1 :])
-        key = path[: len(path) - len(join.ours)] + names
-        found.append(_made(key, part, path, join.rule, tuple(whole)))
-    return found
-
-
-def _slot(path: Path, shape: tuple[int, ...]) -> Slot:
-    rule = next(r for r in RULES if path[len(path) - len(r.ours) :] == r.ours)
-    names = path[: len(path) - len(rule.ours)] + rule.theirs
-    return _made(names, shape, path, rule)
-
-
-def _made(names, shape, path, rule, index=()) -> Slot:
-    stored = rule.save(np.broadcast_to(np.int8(0), shape)).shape
-    return Slot(".".join(map(str, names)), stored, path, rule, index)
-
-
-def _flatten(state: Any) -> tuple[list[tuple[Path, Any]], Any]:
-    """Return (path, leaf) pairs and the tree structure of an nnx state or dict."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    return [(sharding.path_of(keys), leaf) for keys, leaf in leaves], structure
 
 
 def load_weights(
@@ -226,9 +65,12 @@ def load_weights(
     dtype = checkpoints.memory_dtype(dtype)
     reader = packed.unpacked(reader, config)
     names = _names(reader)
-    leaves, structure = _flatten(abstract_state)
+    leaves, structure = stored_lib.flatten(abstract_state)
     sources = [
-        [_source(slot, names) for slot in tensors(path, tuple(leaf.shape), config)]
+        [
+            _source(slot, names)
+            for slot in stored_lib.tensors(path, tuple(leaf.shape), config)
+        ]
         for path, leaf in leaves
     ]
     every = list(itertools.chain.from_iterable(sources))
@@ -288,13 +130,13 @@ class _Source:
         fill: joins them.
     """
 
-    slot: Slot
+    slot: stored_lib.Slot
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     reads: Callable[[sharding.Part | None], list[tuple[str, sharding.Part | None]]]
     fill: Callable[[Array, Iterator[Array]], None]
 
 
-def _source(slot: Slot, names: _Names) -> _Source:
+def _source(slot: stored_lib.Slot, names: _Names) -> _Source:
     """Choose between the slot's own tensor and one tensor per expert."""
     if slot.rule.ours[:1] == ("experts",) and slot.key not in names.full:
         single = _expert_source(slot, names)
@@ -314,7 +156,7 @@ def _source(slot: Slot, names: _Names) -> _Source:
     return _Source(slot, ((name, slot.shape),), reads, fill)
 
 
-def _expert_source(slot: Slot, names: _Names) -> _Source:
+def _expert_source(slot: stored_lib.Slot, names: _Names) -> _Source:
     """Experts stored one by one, gate and up apart, each [out, in]."""
     stem = slot.key.rpartition(".")[0]
     experts, rows, columns = slot.shape
@@ -333,7 +175,7 @@ def _expert_source(slot: Slot, names: _Names) -> _Source:
     def fill(out: Array, tensors: Iterator[Array]) -> None:
         for expert in out:  # [in, out]: gate columns, then up columns
             for columns in np.split(expert, len(parts), axis=-1):
-                columns[...] = _swap(next(tensors))
+                columns[...] = stored_lib.swap(next(tensors))
 
     tensors = tuple((key, shape) for key in keys(range(experts)))
     return _Source(slot, tensors, reads, fill)
@@ -472,14 +314,17 @@ def save_checkpoint(
         layout: "published" (nested config, model.language_model.*) or "flat".
         dtype: of the stored tensors but `STORE_FLOAT32`; None stores as in memory.
     """
-    leaves = dict(_flatten(params)[0])
+    leaves = dict(stored_lib.flatten(params)[0])
     _check_depth(leaves, config)
     _check_whole(leaves)
     dtype = None if dtype is None else jnp.dtype(dtype)
     name = (dtype or leaves["embed_tokens", "embedding"].dtype).name
     raw = dataclasses.replace(config, dtype=name).to_hf(layout)
     stored = {}
-    every = (tensors(path, tuple(leaf.shape), config) for path, leaf in leaves.items())
+    every = (
+        stored_lib.tensors(path, tuple(leaf.shape), config)
+        for path, leaf in leaves.items()
+    )
     found = itertools.chain.from_iterable(every)
     for slot in sorted(found, key=_reading_order):
         keep = slot.key.endswith(STORE_FLOAT32)
@@ -519,7 +364,7 @@ def _check_whole(leaves: dict[Path, Any]) -> None:
 class _Stored:
     """One tensor to write, made when it is its turn."""
 
-    slot: Slot
+    slot: stored_lib.Slot
     leaf: Any
     dtype: np.dtype | None
 
@@ -532,12 +377,12 @@ class _Stored:
         return np.ascontiguousarray(array, self.dtype)
 
 
-def _stored_name(slot: Slot, layout: str) -> str:
+def _stored_name(slot: stored_lib.Slot, layout: str) -> str:
     top = slot.path[0] in ("mtp", "lm_head")
     return slot.key if top else PREFIXES[layout] + slot.key
 
 
-def _reading_order(slot: Slot) -> tuple:
+def _reading_order(slot: stored_lib.Slot) -> tuple:
     """Embedding, layers in number order, final norm, head, MTP head."""
     parts = ("embed_tokens", "layers", "norm", "lm_head", "mtp")
     names = slot.key.split(".")

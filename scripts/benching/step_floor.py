@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.qwen3_5 import random_weights
-from models.qwen3_5 import weights as weights_lib
+from models.qwen3_5 import random_weights, stored
 from scripts.benching import step_program
 from treewy_jax import commit as commit_lib
 from treewy_jax import memory
@@ -69,7 +68,7 @@ def _by_kind(params: Any) -> dict[str, int]:
     """Return the bytes of the parameters by what reads them."""
     kinds = ("embedding", "head", "dense", "experts", "draft", "draft_experts")
     found = dict.fromkeys(kinds, 0)
-    slots = weights_lib.slots(params)
+    slots = stored.slots(params)
     for slot, leaf in zip(slots, jax.tree.leaves(params), strict=True):
         path = slot.path
         kind = {"embed_tokens": "embedding", "lm_head": "head", "mtp": "draft"}.get(

@@ -18,7 +18,7 @@ import models
 from models import checkpoints
 from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import model as model_lib
-from models.qwen3_5 import published, weights
+from models.qwen3_5 import published, stored, weights
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tiny"
 VARIANTS = ("dense", "moe")
@@ -520,7 +520,7 @@ def test_progress_on_stderr(shown, capfd):
 )
 def test_published_parameter_counts(name, text, mtp):
     config = published.get(name)
-    slots = weights.slots(abstract(config, jnp.bfloat16))
+    slots = stored.slots(abstract(config, jnp.bfloat16))
     keys = [slot.key for slot in slots]
     assert len(set(keys)) == len(keys)
     size = {slot.key: float(np.prod(slot.shape)) / 1e9 for slot in slots}

@@ -10,7 +10,7 @@ from flax import nnx
 
 import models
 from models.qwen3_5 import model as model_lib
-from models.qwen3_5 import published, random_weights, weights
+from models.qwen3_5 import published, random_weights, stored, weights
 from pallas_kernels.grouped_matmul import op as grouped_matmul
 from scripts import decode
 
@@ -49,7 +49,7 @@ def small_sizes(monkeypatch):
 
 
 def by_path(params):
-    found = weights.slots(params), jax.tree.leaves(params)
+    found = stored.slots(params), jax.tree.leaves(params)
     return {slot.path: leaf for slot, leaf in zip(*found, strict=True)}
 
 
@@ -185,7 +185,7 @@ def test_a_router_of_noise_fails(monkeypatch):
     """The broken twin: as a fresh model's, on the whole hidden state."""
     model = models.random("experts", layers=2)
     leaves, structure = jax.tree.flatten(model.params)
-    for i, slot in enumerate(weights.slots(model.params)):
+    for i, slot in enumerate(stored.slots(model.params)):
         if slot.path[-2:] == ("gate", "weight"):
             noise = jax.random.normal(jax.random.key(i), leaves[i].shape) / 8
             leaves[i] = noise.astype(leaves[i].dtype)
