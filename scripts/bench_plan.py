@@ -42,14 +42,15 @@ import tyro
 
 import models
 from scripts import bench_acceptance, reporting
-from scripts.accepting import check_report, plan_checks, plan_runs, prompts, rates
+from scripts.accepting import prompts, rates
 from scripts.benching import code, command
 from scripts.decoding import topology
+from scripts.planning import checks, checks_report, runs
 from treewy_jax import planning
 from treewy_jax import tree as tree_lib
 
 NAME = "bench_plan.py"
-SOURCES = ("models", "treewy_jax", "pallas_kernels", "scripts/accepting/plan_runs.py")
+SOURCES = ("models", "treewy_jax", "pallas_kernels", "scripts/planning/runs.py")
 FIT = ("none", "1", "3,3", "1,1,1,1,1,1,1,1", "3,3,3")
 
 
@@ -112,9 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = summary(chosen, known, rows)
         if chosen.json is not None:
             reporting.write_result(chosen.json, found)
-    check_report.show(found, command.console())
+    checks_report.show(found, command.console())
     if chosen.plot is not None:
-        from scripts.accepting import plots
+        from scripts.planning import plots
 
         plots.checked(found).savefig(chosen.plot)
     off = [abs(tree["errors"]["tokens_per_second"]) for tree in found["trees"]]
@@ -168,13 +169,13 @@ def select(
     return found
 
 
-def prepare(chosen: Options, entries, trees) -> plan_runs.Work:
+def prepare(chosen: Options, entries, trees) -> runs.Work:
     """Load the model; ValueError where prompts or trees do not go with it."""
     show_bar = sys.stderr.isatty()
     model = models.load(chosen.model, dtype=chosen.dtype, progress=show_bar)
     ids = [bench_acceptance.encode(model, entry["turns"][0]) for entry in entries]
     names = ("batch", "commit", "max_new_tokens")
-    work = plan_runs.Work.of(model, ids, **{n: getattr(chosen, n) for n in names})
+    work = runs.Work.of(model, ids, **{n: getattr(chosen, n) for n in names})
     for tree in trees.values():
         work.lifecycle(work.drafter(tree))
     return work
@@ -188,17 +189,15 @@ def run(chosen, work, trees, halves, rows) -> Iterator[list[dict[str, Any]]]:
         yield rows
         return
     command.note(f"compiling {len(missing)} trees")
-    made = list(plan_runs.programs(work, [trees[key] for key in missing]))
+    made = list(runs.programs(work, [trees[key] for key in missing]))
     command.note("compiled; warming up")
     groups = [
-        plan_runs.batches(
+        runs.batches(
             halves, chosen.batch, chosen.fit_prompts if role == "fit" else None
         )
         for role, _ in missing
     ]
-    for number, found in enumerate(
-        plan_runs.measure(work, made, groups, chosen.rounds), 1
-    ):
+    for number, found in enumerate(runs.measure(work, made, groups, chosen.rounds), 1):
         command.note(f"round {number} of {chosen.rounds}")
         pairs = zip(missing, found, strict=True)
         yield rows + [{"role": role, "tree": name} | row for (role, name), row in pairs]
@@ -241,7 +240,7 @@ def summary(chosen: Options, known, rows) -> dict[str, Any]:
         role: [row for row in rows if row["role"] == role]
         for role in ("fit", "checked")
     }
-    fit = plan_checks.step_times(by_role["fit"])
+    fit = checks.step_times(by_role["fit"])
     plain = next((r for r in by_role["fit"] if r["nodes"] == 1), None)
     return {
         "method": __doc__,
@@ -249,7 +248,7 @@ def summary(chosen: Options, known, rows) -> dict[str, Any]:
         "level_milliseconds": fit.level,
         "fit": [
             {name: row[name] for name in ("tree", "nodes", "depth")}
-            | {"measured": plan_checks.measured(row)}
+            | {"measured": checks.measured(row)}
             for row in by_role["fit"]
         ],
         "trees": [described(row, known, fit, plain) for row in by_role["checked"]],
@@ -261,13 +260,13 @@ def described(row, known, fit, plain) -> dict[str, Any]:
     """Return a checked tree: on all prompts, and each half by rates of the other."""
     everything, *halves = known
     found = {name: row[name] for name in ("tree", "nodes", "depth", "parents")}
-    found |= plan_checks.check(row, everything, fit)
+    found |= checks.check(row, everything, fit)
     found["halves"] = [
-        plan_checks.check(row, by_depth, fit, half=1 - half)
+        checks.check(row, by_depth, fit, half=1 - half)
         for half, by_depth in enumerate(halves)
     ]
     if plain is not None:
-        found["differ_from_plain"] = plan_checks.different(row, plain)
+        found["differ_from_plain"] = checks.different(row, plain)
     return found
 
 

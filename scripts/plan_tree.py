@@ -25,9 +25,10 @@ from typing import Annotated, Any
 import tyro
 
 from scripts import reporting
-from scripts.accepting import plan_report, rates, step_times
+from scripts.accepting import rates
 from scripts.benching import command
 from scripts.decoding import topology
+from scripts.planning import report, step_times
 from treewy_jax import planning
 
 NAME = "plan_tree.py"
@@ -85,13 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return command.refuse(NAME, error)
     if chosen.json:
-        sys.stdout.write(plan_report.as_json(plan))
+        sys.stdout.write(report.as_json(plan))
     else:
-        plan_report.show(plan, command.console())
+        report.show(plan, command.console())
     if chosen.out is not None:
         reporting.write_result(chosen.out, plan)
     if chosen.plot is not None:
-        from scripts.accepting import plots
+        from scripts.planning import plots
 
         plots.plan(plan).savefig(chosen.plot)
     return 0

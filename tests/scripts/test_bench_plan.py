@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from scripts import bench_plan
-from scripts.accepting import plan_checks, plan_runs, probe, prompts, rates
+from scripts.accepting import probe, prompts, rates
+from scripts.planning import checks, runs
 from tests.scripts import byte_model
 from treewy_jax import planning
 
@@ -83,9 +84,7 @@ def test_predictions_are_those_of_the_planner(ran, folder):
 def test_resumed_runs_time_nothing_again(ran, folder, monkeypatch):
     _, found, more = ran
     asked = []
-    monkeypatch.setattr(
-        plan_runs, "programs", lambda work, trees: asked.append(trees) or []
-    )
+    monkeypatch.setattr(runs, "programs", lambda work, trees: asked.append(trees) or [])
     assert bench_plan.main(arguments(folder, *more, "--resume")) == 0
     assert asked == []
     again = json.loads((folder / "plan.json").read_text())
@@ -110,15 +109,15 @@ def test_a_line_is_given_back_and_what_is_off_it_is_seen():
         return 1 + 0.01 * nodes + 0.1 * depth
 
     shapes = ((1, 0), (4, 1), (9, 8), (40, 3))
-    fit = plan_checks.step_times([row(n, d, law(n, d)) for n, d in shapes])
+    fit = checks.step_times([row(n, d, law(n, d)) for n, d in shapes])
     known = {3: planning.Rates(np.full((3, 1, 1), 0.5))}
     tokens = round(100 * planning.expected(CHAIN, known[3]))
     exact = row(4, 3, law(4, 3), CHAIN, tokens=tokens)
-    errors = plan_checks.check(exact, known, fit)["errors"]
+    errors = checks.check(exact, known, fit)["errors"]
     assert max(map(abs, errors.values())) < 5e-3
     # The broken twin: a step that takes a quarter longer than was fitted.
     slow = row(4, 3, 1.25 * law(4, 3), CHAIN, tokens=tokens)
-    errors = plan_checks.check(slow, known, fit)["errors"]
+    errors = checks.check(slow, known, fit)["errors"]
     assert errors["tokens_per_second"] == pytest.approx(0.25, abs=0.01)
     assert errors["milliseconds"] == pytest.approx(-0.2, abs=0.01)
 
@@ -132,15 +131,15 @@ def test_idle_rows_scale_what_is_predicted():
     known = {3: planning.Rates(np.full((3, 1, 1), 0.5))}
     fit = planning.StepTimes.fit([(4, 3, 1.0)])
     idle = row(4, 3, 1.0, CHAIN) | {"batch": 2}  # 100 of 200 row steps
-    found = plan_checks.check(idle, known, fit)
+    found = checks.check(idle, known, fit)
     assert found["measured"]["busy"] == 0.5
     assert found["predicted"]["tokens_per_second"] == pytest.approx(1875)
 
 
 def test_batches_hold_every_prompt_once_and_one_half_each():
-    found = plan_runs.batches([0, 0, 1, 0, 1], 2)
+    found = runs.batches([0, 0, 1, 0, 1], 2)
     assert [tuple(one) for one in found] == [(0, (0, 1)), (0, (3, -1)), (1, (2, 4))]
-    assert plan_runs.batches([0, 0, 1, 0, 1], 2, most=1) == [(0, (0, -1))]
+    assert runs.batches([0, 0, 1, 0, 1], 2, most=1) == [(0, (0, -1))]
 
 
 def test_categories_take_turns():

@@ -8,8 +8,8 @@ import pytest
 
 import models
 from scripts import decode, plan_tree
-from scripts.accepting import plan_report, step_times
 from scripts.decoding import topology
+from scripts.planning import report, step_times
 from treewy_jax import generate, planning
 from treewy_jax import tree as tree_lib
 
@@ -211,9 +211,9 @@ def test_wrong_step_times(results, tmp_path, capsys):
 
 
 def test_shapes_are_named():
-    assert plan_report.shape([-1]) == "root alone"
-    assert plan_report.shape([-1, 0, 1]) == "chain of 2"
-    assert plan_report.shape([-1, 0, 0]) == "3 nodes, depth 1"
+    assert report.shape([-1]) == "root alone"
+    assert report.shape([-1, 0, 1]) == "chain of 2"
+    assert report.shape([-1, 0, 0]) == "3 nodes, depth 1"
 
 
 # --- the file, as a topology --------------------------------------------------------

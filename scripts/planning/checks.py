@@ -10,7 +10,7 @@ COUNTS = ("steps", "row_steps", "tokens", "whole_steps", "whole_tokens")
 
 
 def step_times(rows: Sequence[Mapping[str, Any]]) -> planning.StepTimes:
-    """Fit the milliseconds of a step to the rows of `plan_runs.measure`."""
+    """Fit the milliseconds of a step to the rows of `runs.measure`."""
     return planning.StepTimes.fit(
         [(row["nodes"], row["depth"], measured(row)["milliseconds"]) for row in rows]
     )
