@@ -197,6 +197,22 @@ def commits() -> str:
     return markdown(["n", "B", *LIFECYCLES], rows)
 
 
+def texts() -> str:
+    """Texts of prompts80 that are those of plain decoding, by lifecycle."""
+    rows = []
+    for dtype, file in (("float32", "lifecycles"), ("bfloat16", "lifecycles-bfloat16")):
+        for tree, found in read(f"cpu/{file}")["trees"].items():
+            cells = [
+                f"{one['equal']} of {one['prompts']}, {one['mean_accept_length']:.2f}"
+                for one in (found[name] for name in TEXTS)
+            ]
+            rows.append([dtype, f"`{tree}`", *cells])
+    return markdown(["weights", "tree", *TEXTS], rows)
+
+
+TEXTS = ("store-all", "reconstruct", "fused", "deferred")
+
+
 LIFECYCLES = (
     "store-all",
     "reconstruct",
@@ -325,6 +341,7 @@ TABLES = {
     verification: "scripts/results/README.md",
     other_kernels: "scripts/results/README.md",
     commits: "scripts/results/README.md",
+    texts: "scripts/results/README.md",
     peers: "scripts/results/README.md",
     compiled_peaks: "scripts/results/README.md",
     steps: "scripts/results/README.md",
