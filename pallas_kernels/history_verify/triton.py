@@ -158,7 +158,9 @@ def _kernel(
     gates = [read(x.at[:, :], (nodes, heads)) for x in (log_decay, beta)]
     count = specs.records(past_count[...], spec)
     past = _Past(past_k, past_pseudo_values, past_log_decay, count)
-    records = split(past.rows(past_k.at[...], past_k.shape))
+    # Narrow keys stay in registers otherwise than wide ones, and others are spilled.
+    records = past.rows(past_k.at[...], past_k.shape).astype(jnp.float32)
+    records = split(records)
 
     def one_head(head, _):
         decays, strength = (

@@ -16,8 +16,6 @@ from treewy_jax import history, wy
 
 # The part of the rows that folds: every one of so many; 0 stands for none.
 FOLDS = {"none": 0, "all": 1, "1 in 4": 4}
-# Those of tree_verify; one more product of bfloat16 operands takes part in "fast".
-BOUNDS = tree_verify.BOUNDS | {"fast": 4e-3}
 STATE = 5  # the argument that the new state overwrites
 
 
@@ -87,7 +85,7 @@ def _timed(nodes, state_dtype, horizon, folds, batch) -> base.Case:
 
 def _case(tags: set[str], spec: Call) -> base.Case:
     rows, nodes = spec.input_dtype, spec.nodes
-    bound = BOUNDS[spec.precision]
+    bound = tree_verify.BOUNDS[spec.precision]
     every = spec.folding and spec.batch // spec.folding
     return base.Case(
         op="history_verify",
