@@ -269,10 +269,10 @@ def top_k(
     axes = split({"B": (logits.shape[0],), "V": (logits.shape[-1],)})
     over = axes["V"]
     if not over or k > logits.shape[-1] // parts("V", axes):
-        return tuple(lax.top_k(logits, k))
+        return _best(logits, k)
 
     def on_part(logits):
-        values, tokens = lax.top_k(logits, k)
+        values, tokens = _best(logits, k)
         tokens += logits.shape[-1] * lax.axis_index(over)
         values, tokens = (
             lax.all_gather(x, over, axis=x.ndim - 1, tiled=True)
@@ -282,3 +282,11 @@ def top_k(
         return values, jnp.take_along_axis(tokens, rank, axis=-1)
 
     return run(on_part, (logits,), ("B n V",), ("B n k", "B n k"), axes)
+
+
+def _best(logits: Float[Array, "B n V"], k: int) -> tuple[Array, Array]:
+    """Return `lax.top_k`; for one choice by a maximum, 5 us for 39 on an H200."""
+    if k != 1:
+        return tuple(lax.top_k(logits, k))
+    best = jnp.argmax(logits, axis=-1, keepdims=True)
+    return jnp.take_along_axis(logits, best, axis=-1), best

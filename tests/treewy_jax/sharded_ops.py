@@ -137,14 +137,17 @@ def test_attention_runs_by_heads():
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("vocabulary", [64, 12])  # 8 devices do not divide 12
-def test_top_k_keeps_the_order_of_equals(vocabulary):
+def test_top_k_keeps_the_order_of_equals(vocabulary, count):
     logits = jnp.round(normal(0, 2, 3, vocabulary))
-    expected = lax.top_k(logits, 5)
+    expected = lax.top_k(logits, count)
+    top_k = jax.jit(sharding.top_k, static_argnums=1)
     with mesh.use(mesh.make("tensor=8")):
-        values, tokens = jax.jit(sharding.top_k, static_argnums=1)(logits, 5)
-    np.testing.assert_array_equal(values, expected[0])
-    np.testing.assert_array_equal(tokens, expected[1])
+        spread = top_k(logits, count)
+    for values, tokens in (spread, top_k(logits, count)):
+        np.testing.assert_array_equal(values, expected[0])
+        np.testing.assert_array_equal(tokens, expected[1])
 
 
 def test_a_mesh_of_some_axes_is_completed():
