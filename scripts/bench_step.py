@@ -25,6 +25,7 @@ as it is done, {"kind": "step", "point", "code", ...} with
     device_peak_bytes       most that the process held so far (the allocator's count)
     parts                   with --parts, see scripts/bench_decode.py
     problem                 where the device's memory ended, instead of times
+Steps compile side by side, --together of them, and are timed alone after that.
 A run that is started again leaves out the points whose row was made by the same code
 (digest of models, treewy_jax, pallas_kernels, JAX and the device). `--find-max-batch`
 adds rows {"kind": "largest", "point", "largest", "predicted", "tried", ...}.
@@ -98,6 +99,8 @@ class Options:
     """Of the weights."""
     state_dtype: str = "float32"
     """Storage of the recurrent state."""
+    together: int = 8
+    """Steps that compile side by side, before they are timed one by one."""
     parts: bool = False
     """Time the parts of a step, too; of reconstruct only."""
     find_max_batch: bool = False
@@ -159,6 +162,8 @@ def select(chosen: Options) -> list[step_store.Point]:
         raise NotImplementedError(
             f"parts: of {step_run.PARTS_OF} only, its records are what their inputs are"
         )
+    if chosen.together < 1:
+        raise ValueError(f"together is {chosen.together}; 1 or more is allowed")
     if chosen.first_batch is not None and chosen.first_batch < 1:
         raise ValueError(f"first_batch is {chosen.first_batch}; 1 or more is allowed")
     if chosen.find_max_batch and step_run.limit_bytes(chosen.memory_gib) is None:
@@ -207,14 +212,20 @@ def run(
     rate = None if chosen.find_max_batch else rates.copy(chosen.copy_tb_s)
     limit = step_run.limit_bytes(chosen.memory_gib)
     held, status = None, 0
-    for one in points:
+    programs: dict[step_store.Point, Any] = {}
+    for number, one in enumerate(points):
         late = time.perf_counter() - command.BEGIN
         if chosen.max_seconds is not None and late > chosen.max_seconds:
             command.note(f"{one.label}: not started, {late:.0f} s are over")
             break
-        command.note(one.label)
         held = held or step_run.hold(one)
-        answer = _answer(chosen, kind, one, held, rate, limit)
+        if kind == "step" and one not in programs:
+            some = points[number : number + chosen.together]
+            command.note(f"compiling {len(some)} steps from {one.label} on")
+            made = step_run.side_by_side(some, held, limit)
+            programs = dict(zip(some, made, strict=True))
+        command.note(one.label)
+        answer = _answer(chosen, one, held, programs.pop(one, None), rate, limit)
         store.add(kind, one, answer)
         command.note(f"{one.label}: {_told(answer)}")
         if steptime is not None:
@@ -224,11 +235,12 @@ def run(
     return status
 
 
-def _answer(chosen, kind, one, held, rate, limit) -> dict[str, Any]:
-    if kind == "largest":
+def _answer(chosen, one, held, program, rate, limit) -> dict[str, Any]:
+    if program is None:
         return step_fit.search(one, held, limit, chosen.first_batch)
     try:
-        return step_run.measure(one, held, rate, limit=limit, parts=chosen.parts)
+        built = program.result()
+        return step_run.measure(one, held, built, rate, parts=chosen.parts)
     except step_run.OutOfMemory as error:
         return {"problem": f"out of memory: {error}"}
 

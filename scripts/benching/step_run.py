@@ -9,7 +9,8 @@ import itertools
 import os
 import statistics
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -144,25 +145,52 @@ class Compiled:
         return held + sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
 
 
-def compiled(point: step_store.Point, held: Held, limit: int | None) -> Compiled:
-    """Compile `loop.step`; raises OutOfMemory where XLA's count exceeds `limit`."""
+class Lowered(NamedTuple):
+    """The step of a point, traced: `finished` compiles it."""
+
+    subject: step_program.Subject
+    weights: Any
+    lowered: Any
+    seconds: float
+
+
+def lowered(point: step_store.Point, held: Held) -> Lowered:
+    """Trace `loop.step`."""
+    begin = time.perf_counter()
     subject = subject_of(point, held.config, held.graphdef, held.params)
     weights = subject.weights()
     state = step_state.shapes(subject, weights, held.start)
     arguments = (weights, subject.drafter, state, step_program.rules(subject.batch))
+    found = step_program.step.lower(subject.build, *arguments)
+    return Lowered(subject, weights, found, time.perf_counter() - begin)
+
+
+def finished(traced: Lowered, limit: int | None) -> Compiled:
+    """Compile what is traced; OutOfMemory where XLA's count exceeds `limit`."""
     begin = time.perf_counter()
-    lowered = step_program.step.lower(subject.build, *arguments)
-    middle = time.perf_counter()
     try:
-        program = lowered.compile()
+        program = traced.lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         raise _memory_or(error) from error
-    times = (middle - begin, time.perf_counter() - middle)
-    found = Compiled(subject, weights, program, *times)
+    seconds = time.perf_counter() - begin
+    found = Compiled(traced.subject, traced.weights, program, traced.seconds, seconds)
     if limit is not None and found.peak_bytes and found.peak_bytes > limit:
         gib = found.peak_bytes / 2**30
         raise OutOfMemory(f"XLA counts {gib:.2f} GiB, {limit / 2**30:.2f} are there")
     return found
+
+
+def compiled(point: step_store.Point, held: Held, limit: int | None) -> Compiled:
+    """Compile `loop.step`; raises OutOfMemory where XLA's count exceeds `limit`."""
+    return finished(lowered(point, held), limit)
+
+
+def side_by_side(
+    points: Sequence[step_store.Point], held: Held, limit: int | None
+) -> list[concurrent.futures.Future]:
+    """Compile the steps of some points in threads; returns once all are done."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [pool.submit(finished, lowered(one, held), limit) for one in points]
 
 
 def running(built: Compiled, held: Held, steps: int) -> step_program.Fed:
@@ -204,16 +232,15 @@ def _device_memory() -> dict[str, int]:
 def measure(
     point: step_store.Point,
     held: Held,
+    built: Compiled,
     bytes_per_s: float,
     *,
-    limit: int | None = None,
     parts: bool = False,
 ) -> dict[str, Any]:
-    """Compile, start and time a point; returns the fields of a row.
+    """Start and time the step of a point; returns the fields of a row.
 
     Raises OutOfMemory.
     """
-    built = compiled(point, held, limit)
     stepping = running(built, held, WARM)
     clock, problems = step_report.clocked(stepping, ROUNDS, SECONDS)
     state = stepping.arguments[2]

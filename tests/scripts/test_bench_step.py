@@ -299,7 +299,8 @@ def test_memory_that_ends_is_a_row(monkeypatch, tmp_path):
         raise step_run.OutOfMemory("XLA counts 3 GiB")
 
     monkeypatch.setattr(step_run, "hold", lambda point: Held())
-    monkeypatch.setattr(step_run, "measure", fail)
+    monkeypatch.setattr(step_run, "lowered", lambda *_: None)
+    monkeypatch.setattr(step_run, "finished", fail)
     path, times = tmp_path / "s.json", tmp_path / "t.json"
     arguments = [*START, "--trees", "none", "--json", str(path)]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
