@@ -106,7 +106,7 @@ class Options:
     find_max_batch: bool = False
     """Find the largest batch of each tree and lifecycle in place of timing."""
     first_batch: int | None = None
-    """Where that begins; by default below half of what the formula says."""
+    """Where that begins; by default at what the formula says."""
     memory_gib: float | None = None
     """Memory that may be used; by default the allocator's."""
     max_seconds: float | None = None

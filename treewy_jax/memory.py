@@ -17,6 +17,9 @@ and n nodes verified (root and drafts):
                                                                     decay
                  all                 L J a + kv                     raw row, KV
 
+    logits     n V 4 bytes, V the vocabulary: the scores of all nodes, float32; they are
+               needed at once and no part of the state
+
 A state that verification writes (all but reconstruct) takes the memory of the one it
 got, as nothing reads that any more.
 
@@ -199,6 +202,11 @@ def kv_bytes(shape: Shape, tokens: int, dtype: DTypeLike = ACTIVATION) -> int:
 def mtp_kv_bytes(shape: Shape, tokens: int, dtype: DTypeLike = ACTIVATION) -> int:
     """Return keys and values of the draft head for `tokens` slots, in bytes."""
     return shape.mtp_layers * _kv_layer_bytes(shape, tokens, dtype)
+
+
+def logits_bytes(vocabulary: int, nodes: int) -> int:
+    """Return the bytes of the float32 scores of one sequence's nodes."""
+    return vocabulary * nodes * 4
 
 
 def record_bytes(

@@ -1,18 +1,19 @@
-"""The largest batch whose step runs: doubled until memory ends, then bisected.
+"""The largest batch whose step runs, searched from what the formula says.
 
 A try compiles the step and takes two. It fails where XLA's count of bytes is above the
 limit, or where an allocation fails; its arrays are let go before the next one. So
 everything happens in one process and a model is made once. What `treewy_jax.memory`
-predicts stands beside: (limit - weights) / (bytes of a row), which leaves out logits,
-activations and workspace.
+predicts is (limit - weights) / (bytes of a row and its logits), which leaves out other
+activations and workspace. The batches next to the first one tried compile beside it.
 """
 
+import concurrent.futures
 import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from scripts.benching import command, step_floor, step_run, step_store
-from treewy_jax import pytree
+from treewy_jax import memory, pytree
 
 STEPS = 2
 RESOLUTION = 16  # the answer is exact to one in so many
@@ -28,19 +29,29 @@ class Tried(NamedTuple):
 
 
 def largest(fits: Callable[[int], bool], first: int, most: int = 2**20) -> int:
-    """Return the largest batch that fits, to one in RESOLUTION; 0 where none does."""
-    low, high = 0, first
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    if low == 0:
-        high = first
-        while high > 1 and not fits(high // 2):
-            high //= 2
-        low = high // 2
-    while high - low > max(1, low // RESOLUTION):
+    """Return the largest batch that fits, to one in RESOLUTION; 0 where none does.
+
+    Strides from `first` double until it is between two batches that were tried.
+    """
+    low, high, stride = 0, most + 1, resolution(first)
+    batch = min(first, most)
+    while low < batch < high:
+        if fits(batch):
+            low, batch = batch, batch + stride
+        else:
+            high, batch = batch, max(1, batch - stride)
+        if low and high <= most:
+            break
+        stride *= 2
+    while high <= most and high - low > resolution(low):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def resolution(batch: int) -> int:
+    """Return the step to which a batch is told."""
+    return max(1, batch // RESOLUTION)
 
 
 def predicted(point: step_store.Point, held: step_run.Held, limit: int) -> int:
@@ -52,7 +63,8 @@ def predicted(point: step_store.Point, held: step_run.Held, limit: int) -> int:
 def _row_bytes(point, held) -> dict[str, int]:
     one = step_store.with_batch(point, 1)
     subject = step_run.subject_of(one, held.config, held.graphdef, held.params)
-    return step_floor.per_row(subject, point.dtype)
+    logits = memory.logits_bytes(held.config.vocab_size, subject.drafter.n_max)
+    return step_floor.per_row(subject, point.dtype) | {"logits": logits}
 
 
 def search(
@@ -60,20 +72,25 @@ def search(
 ) -> dict[str, Any]:
     """Find the largest batch of a point; returns the fields of a row.
 
-    The first try is `first`, by default a power of two below half the prediction.
+    The first try is `first`, by default the prediction.
     """
     tried: list[Tried] = []
+    formula = predicted(point, held, limit)
+    first = max(1, first or formula)
+    near = sorted({first, first + resolution(first), max(1, first - resolution(first))})
+    points = [step_store.with_batch(point, batch) for batch in near]
+    ahead = dict(zip(near, step_run.side_by_side(points, held, limit), strict=True))
 
     def fits(batch: int) -> bool:
-        found = attempt(step_store.with_batch(point, batch), held, limit)
-        tried.append(found)
+        one = step_store.with_batch(point, batch)
+        made = ahead.pop(batch, None) or step_run.side_by_side([one], held, limit)[0]
+        tried.append(attempt(batch, made, held))
+        found = tried[-1]
         command.note(f"B={batch}: {'runs' if found.fits else found.reason}")
         return found.fits
 
-    formula = predicted(point, held, limit)
-    start = first or 1 << max(0, (formula // 2).bit_length() - 1)
     return {
-        "largest": largest(fits, start),
+        "largest": largest(fits, first),
         "predicted": formula,
         "limit_bytes": limit,
         "weight_bytes": pytree.nbytes(held.params),
@@ -82,15 +99,15 @@ def search(
     }
 
 
-def attempt(point: step_store.Point, held: step_run.Held, limit: int) -> Tried:
-    """Compile and take two steps."""
+def attempt(batch: int, made: concurrent.futures.Future, held: step_run.Held) -> Tried:
+    """Take two of the steps that were compiled."""
     peak = None
     try:
-        built = step_run.compiled(point, held, limit)
+        built = made.result()
         peak = built.peak_bytes
         step_run.running(built, held, STEPS)
     except step_run.OutOfMemory as error:
-        return Tried(point.batch, False, peak, str(error))
+        return Tried(batch, False, peak, str(error))
     finally:
         gc.collect()
-    return Tried(point.batch, True, peak, None)
+    return Tried(batch, True, peak, None)

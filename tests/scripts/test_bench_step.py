@@ -404,7 +404,8 @@ def test_a_limit_is_met_and_the_formula_stands_beside(tmp_path, monkeypatch):
     assert refused and all("XLA counts" in one["reason"] for one in refused)
     per_row = sum(row["row_bytes"].values())
     assert row["predicted"] == (limit - row["weight_bytes"]) // per_row
-    # The formula leaves logits out, so it promises more, but not out of proportion.
+    assert row["row_bytes"]["logits"] == 64 * 4
+    # Activations are left out, so it promises more, but not out of proportion.
     assert row["predicted"] / 5 < row["largest"] <= row["predicted"]
     assert "by formula" in printed.getvalue()
 
