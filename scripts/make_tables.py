@@ -113,6 +113,28 @@ def planned() -> str:
     return markdown(header, rows)
 
 
+def lossless() -> str:
+    """Distance of millions of short texts from the target's distribution, by rule."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in read("nvidia-h200/lossless")["rows"]:
+        kind = "twins, which have to fail" if row["fault"] else f"`{row['rule']}`"
+        groups.setdefault(kind, []).append(row)
+    rows = [
+        [
+            kind,
+            str(len(found)),
+            f"{sum(row['samples'] for row in found) / 1e6:,.0f} M",
+            f"{min(row['tvd'] for row in found):.4f}",
+            f"{max(row['tvd'] for row in found):.4f}",
+            f"{max(row['exact_mean'] for row in found):.4f}",
+            f"{max(row['sigmas'] for row in found):,.1f}",
+        ]
+        for kind, found in groups.items()
+    ]
+    header = ["rule", "rows", "texts", "least TVD", "largest", "exact draws, at most"]
+    return markdown([*header, "sigmas above, at most"], rows)
+
+
 def validation() -> str:
     """Losses of the shipped model, and how often its head names the target's choice."""
     whole, head = read("nvidia-h200/training")["stages"]
@@ -335,6 +357,7 @@ TABLES = {
     acceptance: "README.md",
     shapes: "scripts/results/README.md",
     planned: "scripts/results/README.md",
+    lossless: "scripts/results/README.md",
     memory_a_sequence: "README.md",
     validation: "models/pretrained/tiny/README.md",
     verification_in_short: "README.md",

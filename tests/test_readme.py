@@ -37,6 +37,16 @@ def test_moves_in_the_readme():
     assert f"a step takes {', '.join(moves[:3])} and {moves[3]} (horizon 16)" in words
 
 
+def test_distance_in_the_readme():
+    rows = make_tables.read("nvidia-h200/lossless")["rows"]
+    most = max(row["samples"] for row in rows)
+    drawn = [r["tvd"] for r in rows if r["samples"] == most]
+    words = " ".join(README.split())
+    assert f"in {len(drawn)} settings of rule" in words
+    assert f"{most / 1e6:.1f} million texts each" in words
+    assert f"within [{max(drawn):.4f} of the target's]" in words
+
+
 def test_another_result_would_fail(monkeypatch):
     fields = make_tables.read("cpu/acceptance")
     changed = json.loads(json.dumps(fields))
