@@ -7,6 +7,7 @@ import re
 import pytest
 
 from scripts import make_tables
+from scripts.result_tables import acceptance, files
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -20,7 +21,7 @@ def test_tables_are_those_of_the_result_files(table):
 
 def test_sentences_of_the_model_card():
     card = (ROOT / "models/pretrained/tiny/README.md").read_text("utf-8")
-    whole, _ = make_tables.read("nvidia-h200/training")["stages"]
+    whole, _ = files.read("nvidia-h200/training")["stages"]
     words = " ".join(card.split())
     assert f"{whole['tokens_per_second'] / 1e3:.0f} k tokens a second" in words
     assert f"{whole['parameters']:,}" in words
@@ -29,7 +30,7 @@ def test_sentences_of_the_model_card():
 
 
 def test_moves_in_the_readme():
-    rows = make_tables.read("nvidia-h200/commit")["rows"]
+    rows = files.read("nvidia-h200/commit")["rows"]
     found = {r["lifecycle"]: r for r in rows if (r["nodes"], r["batch"]) == (4, 128)}
     labels = ("store-all", "reconstruct", "fused", "deferred-16")
     moves = [f"{found[label]['moves_equivalent']:.2f}" for label in labels]
@@ -38,7 +39,7 @@ def test_moves_in_the_readme():
 
 
 def test_distance_in_the_readme():
-    rows = make_tables.read("nvidia-h200/lossless")["rows"]
+    rows = files.read("nvidia-h200/lossless")["rows"]
     most = max(row["samples"] for row in rows)
     drawn = [r["tvd"] for r in rows if r["samples"] == most]
     words = " ".join(README.split())
@@ -48,11 +49,11 @@ def test_distance_in_the_readme():
 
 
 def test_another_result_would_fail(monkeypatch):
-    fields = make_tables.read("cpu/acceptance")
+    fields = files.read("cpu/acceptance")
     changed = json.loads(json.dumps(fields))
     changed["trees"]["3,3,3"]["all"]["lengths"]["mean"] += 0.01
-    monkeypatch.setattr(make_tables, "read", lambda name: changed)
-    assert make_tables.acceptance() not in README
+    monkeypatch.setattr(files, "read", lambda name: changed)
+    assert acceptance.acceptance() not in README
 
 
 def test_first_python_example_runs():

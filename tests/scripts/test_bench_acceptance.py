@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import models
-from scripts import bench_acceptance, make_tables
+from scripts import bench_acceptance
 from scripts.accepting import (
     claims,
     drafting,
@@ -22,6 +22,8 @@ from scripts.accepting import (
 )
 from scripts.benching import step_inject
 from scripts.decoding import topology
+from scripts.result_tables import acceptance as tables
+from scripts.result_tables import files
 from tests.scripts import byte_model
 from treewy_jax import planning, sampling
 
@@ -262,19 +264,19 @@ def test_a_greedy_difference_fails(monkeypatch, measured):
 
 def test_tables_of_the_shapes_and_of_planned_trees(monkeypatch):
     lengths = {"mean": 3.0, "interval": [2.5, 3.5]}
-    trees = {tree: {"all": {"lengths": lengths}} for tree in make_tables.SHAPES}
+    trees = {tree: {"all": {"lengths": lengths}} for tree in tables.SHAPES}
     trees["3,3,3"] = {"all": {"lengths": lengths | {"mean": 3.5}}}
     best = {"widths": [3, 2, 1], "accept_length": 3.2}
     best |= {"difference": 0.1, "interval": [0.05, 0.15]}
     plan = {"depth_at_most": 3, "nodes": 16, "expected": 3.3, "best_width_tree": best}
     plan["simulated"] = {"lengths": {"mean": 3.3}}
     fields = {"trees": trees, "planned": [plan]}
-    monkeypatch.setattr(make_tables, "read", lambda name: fields)
-    last = make_tables.shapes().splitlines()[-1]
+    monkeypatch.setattr(files, "read", lambda name: fields)
+    last = tables.shapes().splitlines()[-1]
     assert last == (
         "| `3,3,3` | 40 | 3.50 (2.50 to 3.50) | +0.020 | 40 | 1 | 3.58 | 40 | 1 |"
     )
-    last = make_tables.planned().splitlines()[-1]
+    last = tables.planned().splitlines()[-1]
     assert last == (
         "| 3 | 16 | 3.30 | 3.30 | `3,2,1` | 3.20 | +0.10 (+0.05 to +0.15) |"
     )

@@ -1,0 +1,148 @@
+"""Tables of whole decode steps: time, memory, and what was compiled."""
+
+from typing import Any
+
+from models.qwen3_5 import published
+from scripts.result_tables import files
+from treewy_jax import memory
+
+
+def memory_a_sequence() -> str:
+    """Recurrent states held for one sequence during a verification, in MiB."""
+    rows = []
+    for name in ("qwen3.5-35b-a3b", "qwen3.5-397b-a17b"):
+        shape = memory.Shape.from_config(published.get(name))
+        for dtype in ("bfloat16", "float32"):
+            one = memory.state_bytes(shape, dtype) / 2**20
+            stored = [f"{one * n:,.0f}" for n in (4, 15, 40)]
+            rows.append([name, dtype, *stored, f"{one:,.0f}"])
+    header = [
+        "model",
+        "state",
+        "store-all `1,1,1`",
+        "`2,2,2`",
+        "`3,3,3`",
+        "TreeWY, any",
+    ]
+    return files.markdown(header, rows)
+
+
+def whole_steps() -> str:
+    """Milliseconds of whole steps of published models beside their bytes."""
+    rows = []
+    for row in sorted(_timed(), key=_order):
+        point, device = row["point"], row["device_ms"]["median"]
+        rows.append(
+            [
+                point["model"].removeprefix("qwen3.5-"),
+                f"`{point['tree']}`",
+                _lifecycle(point),
+                point["state_dtype"],
+                str(point["batch"]),
+                f"{device:.2f}",
+                f"{row['floor_ms']:.2f} ({device / row['floor_ms']:.2f})",
+                str(row["launches"]),
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['peak_bytes'] / 2**30:.1f}",
+            ]
+        )
+    header = ["model", "tree", "commit", "S", "B", "ms", "floor, ms", "launches"]
+    return files.markdown([*header, "tokens/s", "peak, GiB"], rows)
+
+
+def against_the_chain() -> str:
+    """Tokens a second of each tree at the same batch; the best of a row in bold."""
+    groups: dict[tuple, dict[str, float]] = {}
+    for row in sorted(_timed(), key=_order):
+        point = row["point"]
+        if (point["commit"], point["state_dtype"]) == ("reconstruct", "float32"):
+            found = groups.setdefault((point["model"], point["batch"]), {})
+            found[point["tree"]] = row["tokens_per_s"]
+    rows = []
+    for (model, batch), found in groups.items():
+        best = max(found.values())
+        cells = [_beside_chain(found, tree, best) for tree in TREES]
+        rows.append([model.removeprefix("qwen3.5-"), str(batch), *cells])
+    return files.markdown(["model", "B", *(f"`{tree}`" for tree in TREES)], rows)
+
+
+def _beside_chain(found: dict[str, float], tree: str, best: float) -> str:
+    if tree not in found:
+        return ""
+    text = f"{found[tree]:,.0f}"
+    text = f"**{text}**" if found[tree] == best else text
+    chain = found.get(CHAIN)
+    return (
+        text
+        if chain is None or tree == CHAIN
+        else f"{text} ({found[tree] / chain:.2f})"
+    )
+
+
+def largest_batches() -> str:
+    """Rows before memory ends, found by running, and what the formula says."""
+    rows = []
+    for row in files.read("nvidia-h200/step")["rows"]:
+        if row["kind"] == "largest":
+            point, found, told = row["point"], row["largest"], row["predicted"]
+            rows.append(
+                [
+                    f"`{point['tree']}`",
+                    _lifecycle(point),
+                    f"{found:,}",
+                    f"{told:,}",
+                    f"{100 * (told / found - 1):+.1f} %",
+                    f"{sum(row['row_bytes'].values()) / 2**20:,.0f}",
+                ]
+            )
+    header = ["tree", "commit", "largest B", "by formula", "off", "MiB a row"]
+    return files.markdown(header, rows)
+
+
+CHAIN = "1,1,1"
+TREES = ("none", CHAIN, "2,2,1", "3,3,3")
+
+
+def _timed() -> list[dict[str, Any]]:
+    rows = files.read("nvidia-h200/step")["rows"]
+    return [row for row in rows if row["kind"] == "step" and "problem" not in row]
+
+
+def _order(row: dict[str, Any]) -> tuple:
+    point = row["point"]
+    tree = TREES.index(point["tree"])
+    return point["model"], point["batch"], tree, point["state_dtype"], point["commit"]
+
+
+def _lifecycle(point: dict[str, Any]) -> str:
+    return point["commit"] + (f"-{point['horizon']}" if point["horizon"] else "")
+
+
+def compiled_peaks() -> str:
+    """Peak bytes a device of the 397B model's step, by lifecycle and tree."""
+    found: dict[str, dict[int, str]] = {}
+    for row in files.read("compiled/qwen3.5-397b-a17b_B200x8")["rows"]:
+        gib = f"{row['peak'] / 2**30:.1f}"
+        found.setdefault(row["commit"], {})[row["nodes"]] = gib
+    sizes = (4, 15, 40)
+    rows = [[name, *(found[name].get(n, "") for n in sizes)] for name in found]
+    return files.markdown(["GiB a device", *(f"n = {n}" for n in sizes)], rows)
+
+
+def steps() -> str:
+    """Milliseconds of a decode step by part."""
+    found = files.read("nvidia-h200/decode")["steps"]
+    parts = [part["name"].replace("MLP", "MLP, MoE") for part in found[0]["parts"]]
+    rows = [
+        [
+            step["model"],
+            *(f"{_ms(part) * part['times']:.2f}" for part in step["parts"]),
+            f"{_ms(step):.2f}",
+        ]
+        for step in found
+    ]
+    return files.markdown(["model", *parts, "whole step"], rows)
+
+
+def _ms(timed: dict[str, Any]) -> float:
+    return timed["device_us"]["median"] / 1e3
