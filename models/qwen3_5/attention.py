@@ -12,7 +12,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import layers
-from treewy_jax import attention, slots
+from pallas_kernels.attention_front import op as attention_front
+from treewy_jax import attention, sharding, slots
+
+_attention_front = sharding.by_letters(
+    attention_front.attention_front,
+    letters={
+        "q_and_gate": "B T heads",
+        "k": "B T kv",
+        "v": "B T kv",
+        "q_weight": "D",
+        "k_weight": "D",
+        "positions": "B T",
+    },
+    sizes={"heads": "heads", "kv_heads": "kv"},
+)
 
 
 class GatedAttention(nnx.Module):
@@ -32,7 +46,7 @@ class GatedAttention(nnx.Module):
 
     def prefill(
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B T H"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "B T *P H"], tuple[Array, Array]]:
         """Attend causally; returns the mixed rows, and keys and values of all rows."""
         q, gate, k, v = self.project(x, positions)
         return self.output(attention.causal(q, k, v), gate), (k, v)
@@ -45,7 +59,7 @@ class GatedAttention(nnx.Module):
         length: Int[Array, " B"],
         mask: Bool[Array, "B n m"],
         earlier: tuple[Array, Array] | None = None,
-    ) -> tuple[Float[Array, "B n H"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "B n *P H"], tuple[Array, Array]]:
         """Attend each node to the prefix and, by `mask`, to its ancestors-or-self.
 
         `earlier` are keys and values of nodes run before (drafting goes level by
@@ -61,7 +75,7 @@ class GatedAttention(nnx.Module):
 
     def decode(
         self, x: Float[Array, "B H"], prefix: tuple[Array, Array], length: Array
-    ) -> tuple[Float[Array, "B H"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "B *P H"], tuple[Array, Array]]:
         """Attend a token at position `length`; returns its row and the grown prefix."""
         alone = jnp.ones((x.shape[0], 1, 1), bool)
         y, (k, v) = self.verify(x[:, None], length[:, None], prefix, length, alone)
@@ -73,18 +87,29 @@ class GatedAttention(nnx.Module):
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"]
     ) -> tuple[Array, Array, Array, Array]:
         """Return rotated q, its gate, rotated k, and v, all by head."""
-        # Key heads are counted by the weights: a mesh may have some of them twice.
-        dim, rows = self.config.head_dim, x.shape[:2]
-        q_and_gate = self.q_proj(x).reshape(*rows, -1, 2 * dim)
-        q, gate = jnp.split(q_and_gate, 2, axis=-1)
-        k = self.k_norm(self.k_proj(x).reshape(*rows, -1, dim))
-        table = layers.rotary_table(positions, self.config)
-        q, k = layers.rotate(self.q_norm(q), table), layers.rotate(k, table)
-        return q, gate, k, self.v_proj(x).reshape(*rows, -1, dim)
+        q_and_gate, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        # Heads are counted by the weights: a mesh may have some key heads twice.
+        dim = self.config.head_dim
+        heads, kv_heads = q_and_gate.shape[-1] // (2 * dim), k.shape[-1] // dim
+        q, k, v = _attention_front(
+            q_and_gate,
+            k,
+            v,
+            self.q_norm.weight[...],
+            self.k_norm.weight[...],
+            positions,
+            heads=heads,
+            kv_heads=kv_heads,
+            rotary_dim=self.config.rotary_dim,
+            theta=self.config.rope_theta,
+            eps=self.config.rms_norm_eps,
+        )
+        gate = q_and_gate.reshape(*x.shape[:2], heads, 2 * dim)[..., dim:]
+        return q, gate, k, v
 
     def output(
         self, mixed: Float[Array, "B T heads D"], gate: Float[Array, "B T heads D"]
-    ) -> Float[Array, "B T H"]:
-        """Gate the attended values and project them back."""
+    ) -> Float[Array, "B T *P H"]:
+        """Gate the attended values and project them back, perhaps in parts."""
         gated = mixed * jax.nn.sigmoid(gate)
-        return self.o_proj(gated.reshape(*gated.shape[:2], -1))
+        return layers.in_parts(self.o_proj, gated.reshape(*gated.shape[:2], -1))

@@ -15,10 +15,29 @@ from treewy_jax import commit
 from treewy_jax import tree as tree_lib
 
 
+class Rows(NamedTuple):
+    """Rows on their way through layers that follow each other.
+
+    A layer adds what it made to the residual stream and norms the sum for whoever comes
+    next, which is one launch on a GPU: so it gets them normed, and the next norm.
+
+    Attributes:
+        h: the residual stream.
+        x: h as the layer's own input norm leaves it.
+        next_norm: weight of the norm behind the layer.
+    """
+
+    h: Float[Array, "B T H"]
+    x: Float[Array, "B T H"]
+    next_norm: Float[Array, " H"]
+
+
 class DecoderLayer(nnx.Module):
     """Norm, mixer, residual; norm, feed-forward, residual.
 
-    The mixer sits under the name the checkpoints use, which also tells its kind.
+    Given rows h of the residual stream alone, a layer returns them with its own added;
+    given `Rows`, it returns (h, x), x by the norm behind it. The mixer sits under the
+    name the checkpoints use, which also tells its kind.
     """
 
     def __init__(self, config: config_lib.Qwen3_5Config, *, attends: bool, dtype, rngs):
@@ -40,10 +59,10 @@ class DecoderLayer(nnx.Module):
 
     def prefill(
         self,
-        h: Float[Array, "B T H"],
+        h: Float[Array, "B T H"] | Rows,
         positions: Int[Array, "B T"],
         lengths: Int[Array, " B"],
-    ) -> tuple[Float[Array, "B T H"], tuple]:
+    ) -> tuple[Float[Array, "B T H"] | tuple, tuple]:
         """Run right-padded prompts from an empty state; returns rows and what is kept.
 
         Padding leaves no trace in windows and states, but has keys and values.
@@ -54,12 +73,12 @@ class DecoderLayer(nnx.Module):
 
     def verify(
         self,
-        h: Float[Array, "B n H"],
+        h: Float[Array, "B n H"] | Rows,
         kept: tuple,
         length: Int[Array, " B"],
         nodes: "NodeView",
         lifecycle: commit.Lifecycle,
-    ) -> tuple[Float[Array, "B n H"], tuple]:
+    ) -> tuple[Float[Array, "B n H"] | tuple, tuple]:
         """Run all nodes; returns rows and (raw rows, lifecycle records) or (k, v)."""
         if self.attends:
             mixer = self.self_attn
@@ -70,8 +89,8 @@ class DecoderLayer(nnx.Module):
         return self(h, lambda x: mix(x, *kept, nodes.tree, nodes.windows, lifecycle))
 
     def decode(
-        self, h: Float[Array, "B 1 H"], kept: tuple, length: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B 1 H"], tuple]:
+        self, h: Float[Array, "B 1 H"] | Rows, kept: tuple, length: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B 1 H"] | tuple, tuple]:
         """Run one token by the plain recurrence; returns its row and what is kept."""
 
         def mix(x):
@@ -84,12 +103,17 @@ class DecoderLayer(nnx.Module):
         return self(h, mix)
 
     def __call__(
-        self, h: Float[Array, "B T H"], mix: Callable
-    ) -> tuple[Float[Array, "B T H"], tuple]:
+        self, h: Float[Array, "B T H"] | Rows, mix: Callable
+    ) -> tuple[Float[Array, "B T H"] | tuple, tuple]:
         """Run the layer around `mix(x) -> (y, kept)`; returns the rows and `kept`."""
-        y, kept = mix(self.input_layernorm(h))
-        h = h + y
-        return h + self.mlp(self.post_attention_layernorm(h)), kept
+        alone = not isinstance(h, Rows)
+        h, x, next_norm = (h, self.input_layernorm(h), None) if alone else h
+        norm = self.post_attention_layernorm
+        y, kept = mix(x)
+        h, x = layers.add_and_norm(h, y, norm.weight[...], norm.eps)
+        if alone:
+            return h + self.mlp(x), kept
+        return layers.add_and_norm(h, self.mlp.parts(x), next_norm, norm.eps), kept
 
 
 class NodeView(NamedTuple):

@@ -1,4 +1,4 @@
-"""The pieces every Qwen3.5 layer shares: norm, linear map, rotary embedding, MLP."""
+"""The pieces every Qwen3.5 layer shares: norm, linear map, MLP."""
 
 import math
 
@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from models.qwen3_5 import config as config_lib
 from pallas_kernels import device
+from pallas_kernels.residual_norm import op as residual_norm
+from treewy_jax import sharding
 
 
 def linear(features_in: int, features_out: int, *, dtype, rngs) -> nnx.Linear:
@@ -39,6 +40,40 @@ def product(
         return lax.dot_general(x, kernel, dimensions, **options)
     twice = jnp.broadcast_to(x, (2, *batch[1:], size))
     return lax.dot_general(twice, kernel, dimensions, **options)[:1]
+
+
+def in_parts(linear: nnx.Linear, x: Float[Array, "B T K"]) -> Float[Array, "B T *P H"]:
+    """Apply a linear map, of few rows on a GPU in parts that `add_and_norm` adds up.
+
+    Their sums over K are cut to fill the device; XLA does so too, and then needs a
+    launch to add the parts up.
+    """
+    kernel, (batch, length, terms) = linear.kernel[...], x.shape
+    rows = batch * length
+    parts = residual_norm.parts_of_product(rows, terms, kernel.shape[1], x.dtype)
+    if parts == 1 or sharding.active() is not None:
+        return linear(x)
+    cut = jnp.einsum(
+        "tpk,pkh->tph",
+        x.reshape(rows, parts, -1),
+        kernel.reshape(parts, -1, kernel.shape[1]),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+    )
+    return cut.reshape(batch, length, parts, -1)
+
+
+def add_and_norm(
+    h: Float[Array, "B T H"],
+    y: Float[Array, "B T *P H"],
+    weight: Float[Array, " H"],
+    eps: float,
+) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
+    """Return h + y and its RMSNorm with gain `1 + weight`; y may come in parts."""
+    parts = y if y.ndim > h.ndim else y[:, :, None]
+    # XLA spreads its own operations over a mesh, but no kernel.
+    impl = None if sharding.active() is None else "reference"
+    return residual_norm.residual_norm(h, parts, weight, eps=eps, impl=impl)
 
 
 def rms_normalize(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B D"]:
@@ -75,32 +110,13 @@ class MLP(nnx.Module):
         self.down_proj = linear(intermediate_size, hidden_size, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
+        return self.down_proj(self._inner(x))
+
+    def parts(self, x: Float[Array, "B T H"]) -> Float[Array, "B T *P H"]:
+        """Return the rows of `self(x)`, or parts of them (`in_parts`)."""
+        return in_parts(self.down_proj, self._inner(x))
+
+    def _inner(self, x: Float[Array, "*B H"]) -> Float[Array, "*B I"]:
         matrices = self.gate_up_proj[...].astype(x.dtype)
         both = jnp.tensordot(x, matrices, 1, precision=lax.Precision.HIGHEST)
-        return self.down_proj(jax.nn.silu(both[..., 0, :]) * both[..., 1, :])
-
-
-def rotary_table(
-    positions: Int[Array, "B T"], config: config_lib.Qwen3_5Config
-) -> tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]]:
-    """Return cos and sin (float32) of the rotary angles at `positions`.
-
-    Angle i is `position * theta^(-2i / rotary_dim)`; pair i is (i, i + rotary_dim/2).
-    """
-    exponent = jnp.arange(0, config.rotary_dim, 2, dtype=jnp.float32)
-    frequency = config.rope_theta ** (-exponent / config.rotary_dim)
-    angle = positions[..., None].astype(jnp.float32) * frequency
-    angle = jnp.concatenate([angle, angle], axis=-1)[:, :, None]
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(
-    x: Float[Array, "B T heads D"],
-    table: tuple[Float[Array, "B T 1 R"], Float[Array, "B T 1 R"]],
-) -> Float[Array, "B T heads D"]:
-    """Rotate the first `rotary_dim` channels of each head; the rest passes through."""
-    cos, sin = (part.astype(x.dtype) for part in table)
-    turned, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
-    first, second = jnp.split(turned, 2, axis=-1)
-    turned = turned * cos + jnp.concatenate([-second, first], axis=-1) * sin
-    return jnp.concatenate([turned, rest], axis=-1)
+        return jax.nn.silu(both[..., 0, :]) * both[..., 1, :]

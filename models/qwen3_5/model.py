@@ -104,7 +104,7 @@ class Qwen3_5(nnx.Module):
         return self._run("decode", self.embed(token[:, None]), cache, (length,))
 
     def _run(self, verb, h, cache, arrays, static=()):
-        """Run a verb of the layers, one after the other, then the norm.
+        """Run a verb of the layers, one after the other, each followed by a norm.
 
         A layer gets the rows, what it kept in `cache` unless that is None, and `arrays`
         and `static`, the same for all.
@@ -112,12 +112,16 @@ class Qwen3_5(nnx.Module):
         kept = [itertools.repeat(())] * 2 if cache is None else map(zip, cache)
         recurrent, attended = kept
         after: tuple[list, list] = [], []
-        for layer in self.layers:
+        norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        x = norms[0](h)
+        for layer, norm in zip(self.layers, norms[1:], strict=True):
+            rows = decoder.Rows(h, x, norm.weight[...])
             own = next(attended if layer.attends else recurrent)
             graphdef, params = nnx.split(layer)
-            h, left = _run_layer(graphdef, verb, static, params, h, *own, *arrays)
+            inputs = rows, *own, *arrays
+            (h, x), left = _run_layer(graphdef, verb, static, params, *inputs)
             after[layer.attends].append(left)
-        return self.norm(h), tuple(map(tuple, after))
+        return x, tuple(map(tuple, after))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -15,6 +15,7 @@ from models.qwen3_5 import layers
 from models.qwen3_5 import sharding as table
 from pallas_kernels.grouped_matmul import op as grouped_matmul
 from pallas_kernels.grouped_matmul import router
+from pallas_kernels.residual_norm import op as residual_norm
 from treewy_jax import sharding
 
 
@@ -75,6 +76,22 @@ class MoE(nnx.Module):
             return part._mix(x, axes["E"], axes["I"])
 
         return sharding.run(on_part, (leaves, x), letters, "B T H", axes)
+
+    def parts(self, x: Float[Array, "B T H"]) -> Float[Array, "B T *P H"]:
+        """Return the rows of `self(x)`, or what `layers.add_and_norm` adds up to them.
+
+        The latter on a GPU where the shared expert runs together with the others.
+        """
+        alike, size = self._alike(), x.shape[-1]
+        rows = x.reshape(-1, size)
+        slots = self.gate.top_k + 1
+        together = sharding.active() is None and alike is not None
+        if not together or not residual_norm.adds_up(len(rows), slots, size, x.dtype):
+            return self(x)
+        weights, experts = self.gate(rows)
+        matrices = self.experts.gate_up_proj[...], self.experts.down_proj[...]
+        parts = grouped_matmul.swiglu_parts(rows, *matrices, experts, weights, alike)
+        return parts.reshape(*x.shape[:2], -1, size)
 
     def _mix(
         self,

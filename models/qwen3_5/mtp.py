@@ -7,6 +7,8 @@ chained, the head's own m takes that place. Its positions are those of h, one le
 the token's own (qwen35.md 2 of the design).
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -34,10 +36,9 @@ class MTPHead(nnx.Module):
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T H"], tuple[Array, Array]]:
         """Run pairs (embedding of x_{t+1}, h_t) causally; returns m and the KV rows."""
-        (layer,) = self.layers
-        x = self.join(embedded, hidden)
-        m, kv = layer(x, lambda x: layer.self_attn.prefill(x, positions))
-        return self.norm(m), kv
+        mixer = self.layers[0].self_attn
+        h = self.join(embedded, hidden)
+        return self._run(h, lambda x: mixer.prefill(x, positions))
 
     def extend(
         self,
@@ -50,13 +51,11 @@ class MTPHead(nnx.Module):
         earlier: tuple[Array, Array] | None = None,
     ) -> tuple[Float[Array, "B m H"], tuple[Array, Array]]:
         """Run m more rows over a prefix and each other (`GatedAttention.verify`)."""
-        (layer,) = self.layers
-        x = self.join(embedded, hidden)
-        mixer = layer.self_attn
-        m, kv = layer(
-            x, lambda x: mixer.verify(x, positions, prefix, length, mask, earlier)
+        mixer = self.layers[0].self_attn
+        h = self.join(embedded, hidden)
+        return self._run(
+            h, lambda x: mixer.verify(x, positions, prefix, length, mask, earlier)
         )
-        return self.norm(m), kv
 
     def join(
         self, embedded: Float[Array, "B T H"], hidden: Float[Array, "B T H"]
@@ -64,3 +63,12 @@ class MTPHead(nnx.Module):
         """Return the layer's input: both parts normed, the embedding first."""
         parts = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
         return self.fc(jnp.concatenate(parts, axis=-1))
+
+    def _run(
+        self, h: Float[Array, "B T H"], mix: Callable
+    ) -> tuple[Float[Array, "B T H"], tuple[Array, Array]]:
+        """Run the layer around `mix(x) -> (y, kv)`, then the norm."""
+        (layer,) = self.layers
+        rows = decoder.Rows(h, layer.input_layernorm(h), self.norm.weight[...])
+        (_, m), kv = layer(rows, mix)
+        return m, kv

@@ -52,6 +52,37 @@ def swiglu_experts(
 
     The shared expert is left to XLA, whose products are as good for all rows.
     """
+    by_token = _by_choice(x, gate_up, down, experts, spec=spec, config=config)
+    weights = weights.astype(jnp.float32)
+    scaled = by_token * weights[:, : spec.per_token, None]
+    total = jnp.sum(scaled, axis=1)
+    if shared is not None:
+        alike = reference.swiglu(x, *shared).astype(jnp.float32)
+        total += alike * weights[:, -1:]
+    return total.astype(x.dtype)
+
+
+def swiglu_parts(
+    x: Float[Array, "T H"],
+    gate_up: Float[Array, "E H I2"],
+    down: Float[Array, "E I H"],
+    experts: Int[Array, "T k"],
+    weights: Float[Array, "T K"],
+    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
+    *,
+    spec: specs.Spec,
+    config: configs.Config | None = None,
+) -> Float[Array, "T K H"]:
+    """Return what is added up for every row, the shared expert's last."""
+    parts = _by_choice(x, gate_up, down, experts, spec=spec, config=config)
+    if shared is not None:
+        alike = reference.swiglu(x, *shared).astype(jnp.float32)
+        parts = jnp.concatenate([parts, alike[:, None]], axis=1)
+    return (parts * weights[..., None].astype(jnp.float32)).astype(x.dtype)
+
+
+def _by_choice(x, gate_up, down, experts, *, spec, config):
+    """Return the rows of each token's experts in float32: [T, k, H]; of none, 0."""
     config = configs.choose(spec, "tpu", device.target()[1], config)
     flat = experts.reshape(-1).astype(jnp.int32)
     order = jnp.argsort(flat, stable=True)
@@ -61,14 +92,7 @@ def swiglu_experts(
     by_rank = _products(rows, gate_up, down, visits, spec=spec, config=config)
     by_pair = by_rank[jnp.argsort(order)]
     known = (experts < spec.experts)[..., None]  # of the others nothing is written
-    by_token = jnp.where(known, by_pair.reshape(*experts.shape, spec.hidden), 0)
-    weights = weights.astype(jnp.float32)
-    scaled = by_token * weights[:, : spec.per_token, None]
-    total = jnp.sum(scaled, axis=1)
-    if shared is not None:
-        alike = reference.swiglu(x, *shared).astype(jnp.float32)
-        total += alike * weights[:, -1:]
-    return total.astype(x.dtype)
+    return jnp.where(known, by_pair.reshape(*experts.shape, spec.hidden), 0)
 
 
 class Visits(NamedTuple):

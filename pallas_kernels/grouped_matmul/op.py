@@ -19,6 +19,9 @@ IMPLEMENTATIONS = implementations.Implementations(
     },
 )
 
+# Of so many pairs callers get the terms of the sum; those of more are added up here.
+MOST_PAIRS = 512
+
 
 def swiglu_experts(
     x: Float[Array, "T H"],
@@ -52,28 +55,60 @@ def swiglu_experts(
     NotImplementedError where the implementation named does not support the call.
     """
     arrays = (x, gate_up, down, experts, weights, shared)
+    return _run("swiglu_experts", impl, config, arrays)
+
+
+def swiglu_parts(
+    x: Float[Array, "T H"],
+    gate_up: Float[Array, "E H I2"],
+    down: Float[Array, "E I H"],
+    experts: Int[Array, "T k"],
+    weights: Float[Array, "T K"],
+    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
+    *,
+    impl: str | None = None,
+    config: configs.Config | None = None,
+) -> Float[Array, "T P H"]:
+    """Return the terms of the sum in `swiglu_experts`, for a kernel that adds them up.
+
+    A term a choice, and the shared expert's behind them; of more than `MOST_PAIRS`
+    pairs the sum alone, P = 1. Each is rounded to the dtype of x.
+
+    Args:
+      experts: 0 <= e < E; the term of another one is anything.
+
+    The other arguments, the gradient and what is raised are those of `swiglu_experts`.
+    """
+    arrays = (x, gate_up, down, experts, weights, shared)
+    if experts.size > MOST_PAIRS:
+        return _run("swiglu_experts", impl, config, arrays)[:, None]
+    return _run("swiglu_parts", impl, config, arrays)
+
+
+def _run(function, impl, config, arrays):
     spec = specs.spec_of(*arrays)
     name = IMPLEMENTATIONS.choose(spec, impl).name
     if name == implementations.REFERENCE:
-        return reference.swiglu_experts(*arrays)
-    return _kernel(name, spec, config, *arrays)
+        return getattr(reference, function)(*arrays)
+    return _kernel(function, name, spec, config, *arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _kernel(name, spec, config, *arrays):
-    run = IMPLEMENTATIONS.module(name).swiglu_experts
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _kernel(function, name, spec, config, *arrays):
+    run = getattr(IMPLEMENTATIONS.module(name), function)
     return run(*arrays, spec=spec, config=config)
 
 
-def _forward(name, spec, config, *arrays):
-    return _kernel(name, spec, config, *arrays), arrays
+def _forward(function, name, spec, config, *arrays):
+    return _kernel(function, name, spec, config, *arrays), arrays
 
 
-def _backward(name, spec, config, arrays, cotangent):
+def _backward(function, name, spec, config, arrays, cotangent):
     x, gate_up, down, experts, weights, shared = arrays
 
     def output(x, gate_up, down, weights, shared):
-        return reference.swiglu_experts(x, gate_up, down, experts, weights, shared)
+        run = getattr(reference, function)
+        return run(x, gate_up, down, experts, weights, shared)
 
     _, pull = jax.vjp(output, x, gate_up, down, weights, shared)
     *matrices, by_weight, by_shared = pull(cotangent)

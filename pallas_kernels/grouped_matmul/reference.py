@@ -51,14 +51,34 @@ def swiglu_experts(
     if shared is not None:
         routed = swiglu_experts(x, gate_up, down, experts, weights[:, :-1])
         return routed + swiglu(x, *shared) * weights[:, -1:].astype(x.dtype)
+    by_choice = _by_choice(x, gate_up, down, experts)
+    return jnp.einsum("tkh,tk->th", by_choice, weights.astype(x.dtype))
+
+
+def swiglu_parts(
+    x: Float[Array, "T H"],
+    gate_up: Float[Array, "E H I2"],
+    down: Float[Array, "E I H"],
+    experts: Int[Array, "T k"],
+    weights: Float[Array, "T K"],
+    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
+) -> Float[Array, "T K H"]:
+    """Return what `swiglu_experts` adds up for each row, the shared expert's last."""
+    parts = _by_choice(x, gate_up, down, experts)
+    if shared is not None:
+        parts = jnp.concatenate([parts, swiglu(x, *shared)[:, None]], axis=1)
+    return parts * weights[..., None].astype(x.dtype)
+
+
+def _by_choice(x, gate_up, down, experts) -> Float[Array, "T k H"]:
+    """Run every row through each of its experts; what is of no expert is 0."""
     order = jnp.argsort(experts.reshape(-1), stable=True)
     sizes = jnp.bincount(experts.reshape(-1), length=gate_up.shape[0])
     rows = x[order // experts.shape[1]]
     product = _ragged(_gated(_ragged(rows, gate_up, sizes)), down, sizes)
     back = jnp.zeros_like(product).at[order].set(product)
     known = (experts < gate_up.shape[0])[..., None]
-    by_row = jnp.where(known, back.reshape(*experts.shape, -1), 0)
-    return jnp.einsum("tkh,tk->th", by_row, weights.astype(x.dtype))
+    return jnp.where(known, back.reshape(*experts.shape, -1), 0)
 
 
 def swiglu(

@@ -45,18 +45,34 @@ def swiglu_experts(
     config: configs.Config | None = None,
 ) -> Float[Array, "T H"]:
     """Run every row through its experts; interpreted where the target is a CPU."""
+    arrays = (x, gate_up, down, experts, weights, shared)
+    by_token = swiglu_parts(*arrays, spec=spec, config=config)
+    known = experts < spec.experts  # of the others nothing is written
+    if spec.shared:
+        known = jnp.pad(known, ((0, 0), (0, 1)), constant_values=True)
+    by_token = jnp.where(known[..., None], by_token, 0)
+    return jnp.sum(by_token, axis=1, dtype=jnp.float32).astype(x.dtype)
+
+
+def swiglu_parts(
+    x: Float[Array, "T H"],
+    gate_up: Float[Array, "E H I2"],
+    down: Float[Array, "E I H"],
+    experts: Int[Array, "T k"],
+    weights: Float[Array, "T K"],
+    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
+    *,
+    spec: specs.Spec,
+    config: configs.Config | None = None,
+) -> Float[Array, "T K H"]:
+    """Return what is added up for every row; those of no expert are not written."""
     config = configs.choose(spec, "gpu", device.target()[1], config)
     found = blocks.find(experts, spec=spec, config=config)
     alike = ((), ()) if shared is None else tuple((each[None],) for each in shared)
     options = dict(spec=spec, config=config)
     inner = _gate_up(x, (gate_up, *alike[0]), found, **options)
     by_slot = _down(inner, (down, *alike[1]), weights, found, **options)
-    by_token = by_slot.reshape(spec.tokens, spec.slots, spec.hidden)
-    known = experts < spec.experts  # of the others nothing is written
-    if spec.shared:
-        known = jnp.pad(known, ((0, 0), (0, 1)), constant_values=True)
-    by_token = jnp.where(known[..., None], by_token, 0)
-    return jnp.sum(by_token, axis=1, dtype=jnp.float32).astype(x.dtype)
+    return by_slot.reshape(spec.tokens, spec.slots, spec.hidden)
 
 
 def _gate_up(x, matrices, found, *, spec, config):

@@ -7,6 +7,7 @@ from scripts.workloads import base
 
 # From an op to the module whose `cases()` lists its workloads; imported when asked for.
 MODULES: dict[str, str] = {
+    "attention_front": "scripts.workloads.attention_front",
     "chunk_prefill": "scripts.workloads.chunk_prefill",
     "decode": "scripts.workloads.decode",
     "grouped_matmul": "scripts.workloads.grouped_matmul",
@@ -16,6 +17,7 @@ MODULES: dict[str, str] = {
     "gdn_front": "scripts.workloads.gdn_front",
     "history_append": "scripts.workloads.history_append",
     "history_verify": "scripts.workloads.history_verify",
+    "residual_norm": "scripts.workloads.residual_norm",
     "tree_verify": "scripts.workloads.tree_verify",
 }
 

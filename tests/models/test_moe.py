@@ -85,6 +85,21 @@ def test_one_call_where_the_sizes_are_equal(monkeypatch):
     np.testing.assert_allclose(together, apart, atol=1e-6)
 
 
+@over_widths
+def test_terms_for_a_kernel_that_adds_them_up(width, monkeypatch):
+    """One a choice and the shared expert's; none where that runs apart."""
+    subject = layer(width)
+    x = rows(subject)
+    assert np.array_equal(subject.parts(x), subject(x))  # no kernel runs here
+    monkeypatch.setattr(moe.residual_norm, "adds_up", lambda *sizes: True)
+    parts = jax.jit(lambda x: subject.parts(x))(x)
+    terms = (subject.gate.top_k + 1,) if width == 16 else ()
+    assert parts.shape == (*x.shape[:2], *terms, x.shape[-1])
+    added = jnp.sum(parts, axis=2) if terms else parts
+    expected = looped(subject, x)
+    assert np.linalg.norm(added - expected) / np.linalg.norm(expected) < 1e-6
+
+
 def test_the_gradient_reaches_every_matrix():
     subject = layer(16)
     graphdef, params = nnx.split(subject)

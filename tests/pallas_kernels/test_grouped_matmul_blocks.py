@@ -1,6 +1,7 @@
 """Blocks of the expert layer on a GPU, and the expert that all tokens go to."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,55 @@ def test_its_gradients_are_those_of_the_reference(impl):
     arrays, experts = inputs(SHARED), jnp.asarray(base.routed("half of no expert"))
     expected = base.gradient(arrays, experts, "reference")
     found = base.gradient(arrays, experts, impl)
+    leaves = jax.tree.leaves_with_path(expected)
+    assert len(leaves) == 6
+    for (path, array), ours in zip(leaves, jax.tree.leaves(found), strict=True):
+        assert base.relative(ours, np.asarray(array)) < 1e-5, path
+
+
+# --- terms of the sum ---------------------------------------------------------------
+
+parts_of = jax.jit(op.swiglu_parts, static_argnames=("impl", "config"))
+
+
+@base.over_impls
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_terms_add_up(dtype, impl):
+    """A term a choice, in their order, and the shared expert's behind them."""
+    spec = dataclasses.replace(SHARED, input_dtype=dtype, expert_dtype=dtype)
+    arrays, experts = inputs(spec), base.routed("spread")
+    found = np.asarray(base.call(arrays, experts, impl, parts_of), np.float64)
+    assert found.shape == (spec.tokens, spec.slots, spec.hidden)
+    bound = 1e-6 if dtype == "float32" else 8e-3
+    for slot in range(spec.slots):
+        only = np.where(np.arange(spec.slots) == slot, arrays["weights"], 0)
+        wanted = looped(**arrays | {"weights": only}, experts=experts)
+        assert base.relative(found[:, slot], wanted) < bound
+    whole = base.call(arrays, experts, impl)
+    assert base.relative(found.sum(1), np.asarray(whole, np.float64)) < bound
+
+
+@base.over_impls
+def test_terms_of_many_pairs_come_added_up(impl, monkeypatch):
+    arrays, experts = inputs(SHARED), base.routed("spread")
+    monkeypatch.setattr(op, "MOST_PAIRS", SHARED.pairs - 1)
+    again = jax.jit(functools.partial(op.swiglu_parts, impl=impl))
+    found = again(**jax.tree.map(jnp.asarray, arrays), experts=jnp.asarray(experts))
+    assert found.shape == (SHARED.tokens, 1, SHARED.hidden)
+    assert base.relative(found[:, 0], looped(**arrays, experts=experts)) < 1e-6
+
+
+@pytest.mark.parametrize("impl", base.KERNELS)
+def test_gradients_of_terms_are_those_of_the_reference(impl):
+    arrays, experts = inputs(SHARED), jnp.asarray(base.routed("spread"))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    @jax.grad
+    def gradient(arrays, impl):
+        parts = op.swiglu_parts(**arrays, experts=experts, impl=impl)
+        return jnp.sum(jnp.sin(parts))
+
+    expected, found = (gradient(arrays, name) for name in ("reference", impl))
     leaves = jax.tree.leaves_with_path(expected)
     assert len(leaves) == 6
     for (path, array), ours in zip(leaves, jax.tree.leaves(found), strict=True):

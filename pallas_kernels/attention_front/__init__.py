@@ -1,0 +1,1 @@
+"""From projected rows to what attention takes: norms, rotary embedding, heads."""

@@ -1,0 +1,1 @@
+"""What two halves of a layer have between them: sum of parts, residual, RMSNorm."""
