@@ -25,6 +25,8 @@ TABLES = {
     steps.compiled_peaks: RESULTS,
     steps.steps: RESULTS,
     steps.whole_steps: RESULTS,
+    steps.against_the_chain: RESULTS,
+    steps.largest_batches: RESULTS,
 }
 
 if __name__ == "__main__":

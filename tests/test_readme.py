@@ -38,6 +38,52 @@ def test_moves_in_the_readme():
     assert f"a step takes {', '.join(moves[:3])} and {moves[3]} (horizon 16)" in words
 
 
+def chains():
+    """Return the rows of chains of the 35B model by lifecycle and batch."""
+    rows = files.read("nvidia-h200/step")["rows"]
+    return {
+        (row["point"]["commit"], row["point"]["batch"]): row
+        for row in rows
+        if row["point"]["tree"] == "1,1,1"
+        and row["point"]["model"] == "qwen3.5-35b-a3b"
+        and row["point"]["state_dtype"] == "float32"
+    }
+
+
+def test_whole_steps_in_the_readme():
+    found, words = chains(), " ".join(README.split())
+    ms = {key: row.get("device_ms") for key, row in found.items()}
+    one, many = (ms["reconstruct", batch]["median"] for batch in (1, 128))
+    floors = [found["reconstruct", batch]["floor_ms"] for batch in (1, 128)]
+    assert f"{one:.2f} ms for one row and {many:.1f} for 128" in words
+    assert f"{one / floors[0]:.2f} and {many / floors[1]:.2f} times what" in words
+    one, many = (ms["deferred", batch]["median"] for batch in (1, 128))
+    assert f"deferred commit {one:.2f} and {many:.1f}" in words
+    most, stored = (found[name, None]["largest"] for name in SCHEMES)
+    assert f"{most} rows fit, {stored} with store-all" in words
+
+
+SCHEMES = ("reconstruct", "store-all")
+
+
+def test_gains_of_deferred_commit_on_the_page():
+    page = (ROOT / "scripts/results/README.md").read_text("utf-8")
+    ms = {
+        key: row["device_ms"]["median"]
+        for key, row in chains().items()
+        if row["kind"] == "step"
+    }
+    gains = {
+        batch: 100 * (ms["reconstruct", batch] / time - 1)
+        for (commit, batch), time in ms.items()
+        if commit == "deferred"
+    }
+    told = ", ".join(f"{gains[batch]:.1f} % at {batch}" for batch in (32, 64))
+    told = f"gain {gains[8]:.1f} % at B = 8, {told}, "
+    told += f"{gains[128]:.0f} % at 128 and {gains[256]:.0f} % at 256"
+    assert told in " ".join(page.split())
+
+
 def test_distance_in_the_readme():
     rows = files.read("nvidia-h200/lossless")["rows"]
     most = max(row["samples"] for row in rows)
