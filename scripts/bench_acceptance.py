@@ -193,13 +193,16 @@ def run(
             if not found["texts"]:
                 samples = cells_lib.texts(model, entries, texts, chosen.samples)
                 found["texts"] = samples
-            if temperature in ranked:
-                ranks = ranked[temperature].result()
-                add_rates(found, entries, texts, ranks, temperature, chosen)
-            for one in (one for one in todo if one.temperature == temperature):
+            rows = [one for one in todo if one.temperature == temperature]
+            # What takes ranks comes last: they are long in coming.
+            rows.sort(key=lambda one: one.drafter == "dynamic")
+            for one in rows:
+                if one.drafter == "dynamic":
+                    add_rates(found, entries, texts, ranked, temperature, chosen)
                 some = (made[one].result(), texts)
                 add_cell(found, model, entries, ids, one, drafted[one], *some)
                 yield result(found)
+            add_rates(found, entries, texts, ranked, temperature, chosen)
     yield result(found)
 
 
@@ -234,8 +237,11 @@ def rank(model, ids, plain, temperature, chosen: Options) -> list:
     return found
 
 
-def add_rates(found, entries, plain, ranks, temperature, chosen: Options) -> None:
-    """Add the rates of the MTP head and, of greedy texts, planned trees."""
+def add_rates(found, entries, plain, ranked, temperature, chosen: Options) -> None:
+    """Add the rates of the MTP head and, of greedy texts, planned trees; once."""
+    if temperature not in ranked:
+        return
+    ranks = ranked.pop(temperature).result()
     about = ("mtp", temperature, ranks)
     found["rates"] += rates.entries(*about)
     found["ranks"].append(rates.as_text(*about, prompts.halves(entries)))

@@ -282,6 +282,21 @@ def test_tables_of_the_shapes_and_of_planned_trees(monkeypatch):
     )
 
 
+def test_rows_do_not_wait_for_ranks(folder, measured, monkeypatch):
+    """A run that is ended while ranks are made leaves what was decoded."""
+    model, ids, *_ = measured
+    entries = prompts.read(folder / "prompts.jsonl")
+    options = chosen(trees=(TREE,), depth=3)
+    (row,) = wanted.rows(options)
+    drafter = drafting.make(row.drafter, topology.read(TREE), model, ids, None)
+    monkeypatch.setattr(bench_acceptance, "rank", lambda *_: 1 / 0)
+    made = bench_acceptance.run(model, entries, ids, {row: drafter}, options)
+    found = next(made)
+    assert [cell["tree"] for cell in found["cells"]] == [TREE] and not found["rates"]
+    with pytest.raises(ZeroDivisionError):
+        next(made)
+
+
 # --- planned trees ------------------------------------------------------------------
 
 
