@@ -46,7 +46,7 @@ class GatedAttention(nnx.Module):
 
     def prefill(
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B T *P H"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "B T *parts H"], tuple[Array, Array]]:
         """Attend causally; returns the mixed rows, and keys and values of all rows."""
         q, gate, k, v = self.project(x, positions)
         return self.output(attention.causal(q, k, v), gate), (k, v)
@@ -59,7 +59,7 @@ class GatedAttention(nnx.Module):
         length: Int[Array, " B"],
         mask: Bool[Array, "B n m"],
         earlier: tuple[Array, Array] | None = None,
-    ) -> tuple[Float[Array, "B n *P H"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "B n *parts H"], tuple[Array, Array]]:
         """Attend each node to the prefix and, by `mask`, to its ancestors-or-self.
 
         `earlier` are keys and values of nodes run before (drafting goes level by
@@ -75,7 +75,7 @@ class GatedAttention(nnx.Module):
 
     def decode(
         self, x: Float[Array, "B H"], prefix: tuple[Array, Array], length: Array
-    ) -> tuple[Float[Array, "B *P H"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "B *parts H"], tuple[Array, Array]]:
         """Attend a token at position `length`; returns its row and the grown prefix."""
         alone = jnp.ones((x.shape[0], 1, 1), bool)
         y, (k, v) = self.verify(x[:, None], length[:, None], prefix, length, alone)
@@ -109,7 +109,7 @@ class GatedAttention(nnx.Module):
 
     def output(
         self, mixed: Float[Array, "B T heads D"], gate: Float[Array, "B T heads D"]
-    ) -> Float[Array, "B T *P H"]:
+    ) -> Float[Array, "B T *parts H"]:
         """Gate the attended values and project them back, perhaps in parts."""
         gated = mixed * jax.nn.sigmoid(gate)
         return layers.in_parts(self.o_proj, gated.reshape(*gated.shape[:2], -1))

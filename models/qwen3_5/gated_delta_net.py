@@ -109,7 +109,7 @@ class GatedDeltaNet(nnx.Module):
 
     def prefill(
         self, x: Float[Array, "B T H"], lengths: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B T *P H"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "B T *parts H"], tuple[Array, Array]]:
         """Run whole prompts from an empty state.
 
         Rows at or beyond `lengths` leave the state alone: their beta and log decay
@@ -138,7 +138,7 @@ class GatedDeltaNet(nnx.Module):
         x: Float[Array, "B H"],
         window: Float[Array, "B W1 C"],
         state: Float[Array, "B Hv Dv Dk"],
-    ) -> tuple[Float[Array, "B *P H"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "B *parts H"], tuple[Array, Array]]:
         """Run one token by the recurrence; returns its row, new window and state."""
         rows = self.in_proj(x[:, None])
         columns = split_columns(rows, self.config)
@@ -159,7 +159,7 @@ class GatedDeltaNet(nnx.Module):
         tree: tree_lib.DraftTree,
         windows: Int[Array, "B n W"],
         lifecycle: commit.Lifecycle,
-    ) -> tuple[Float[Array, "B n *P H"], tuple]:
+    ) -> tuple[Float[Array, "B n *parts H"], tuple]:
         """Run every node of `tree` below the committed state, which is only read.
 
         `windows` are the row numbers from `conv.tree_windows`. Returns the mixed rows
@@ -205,7 +205,7 @@ class GatedDeltaNet(nnx.Module):
 
     def _output(
         self, output: Float[Array, "B T Hv Dv"], z: Float[Array, "B T Hv Dv"]
-    ) -> Float[Array, "B T *P H"]:
+    ) -> Float[Array, "B T *parts H"]:
         gated = self.norm(output, z)
         return layers.in_parts(self.out_proj, gated.reshape(*gated.shape[:2], -1))
 

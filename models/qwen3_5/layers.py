@@ -42,7 +42,9 @@ def product(
     return lax.dot_general(twice, kernel, dimensions, **options)[:1]
 
 
-def in_parts(linear: nnx.Linear, x: Float[Array, "B T K"]) -> Float[Array, "B T *P H"]:
+def in_parts(
+    linear: nnx.Linear, x: Float[Array, "B T K"]
+) -> Float[Array, "B T *parts H"]:
     """Apply a linear map, of few rows on a GPU in parts that `add_and_norm` adds up.
 
     Their sums over K are cut to fill the device; XLA does so too, and then needs a
@@ -65,7 +67,7 @@ def in_parts(linear: nnx.Linear, x: Float[Array, "B T K"]) -> Float[Array, "B T 
 
 def add_and_norm(
     h: Float[Array, "B T H"],
-    y: Float[Array, "B T *P H"],
+    y: Float[Array, "B T *parts H"],
     weight: Float[Array, " H"],
     eps: float,
 ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
@@ -112,7 +114,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
         return self.down_proj(self._inner(x))
 
-    def parts(self, x: Float[Array, "B T H"]) -> Float[Array, "B T *P H"]:
+    def parts(self, x: Float[Array, "B T H"]) -> Float[Array, "B T *parts H"]:
         """Return the rows of `self(x)`, or parts of them (`in_parts`)."""
         return in_parts(self.down_proj, self._inner(x))
 

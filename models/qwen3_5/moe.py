@@ -77,7 +77,7 @@ class MoE(nnx.Module):
 
         return sharding.run(on_part, (leaves, x), letters, "B T H", axes)
 
-    def parts(self, x: Float[Array, "B T H"]) -> Float[Array, "B T *P H"]:
+    def parts(self, x: Float[Array, "B T H"]) -> Float[Array, "B T *parts H"]:
         """Return the rows of `self(x)`, or what `layers.add_and_norm` adds up to them.
 
         The latter on a GPU where the shared expert runs together with the others.

@@ -110,7 +110,9 @@ class Visits(NamedTuple):
     end: Int[Array, " V"]
 
 
-def list_visits(experts: Int[Array, " P"], *, spec: specs.Spec, rows: int) -> Visits:
+def list_visits(
+    experts: Int[Array, " pairs"], *, spec: specs.Spec, rows: int
+) -> Visits:
     """List the visits of pairs sorted by expert; there are never more than listed.
 
     Pairs of no expert come last and are in no visit.

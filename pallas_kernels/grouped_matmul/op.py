@@ -68,11 +68,11 @@ def swiglu_parts(
     *,
     impl: str | None = None,
     config: configs.Config | None = None,
-) -> Float[Array, "T P H"]:
+) -> Float[Array, "T parts H"]:
     """Return the terms of the sum in `swiglu_experts`, for a kernel that adds them up.
 
     A term a choice, and the shared expert's behind them; of more than `MOST_PAIRS`
-    pairs the sum alone, P = 1. Each is rounded to the dtype of x.
+    pairs the sum alone, one part. Each is rounded to the dtype of x.
 
     Args:
       experts: 0 <= e < E; the term of another one is anything.

@@ -32,8 +32,8 @@ def list_length(spec: specs.Spec, rows: int) -> int:
 
 
 def route(
-    experts: Int[Array, " P"], *, spec: specs.Spec, rows: int
-) -> tuple[Int[Array, " P"], Int[Array, "S F"]]:
+    experts: Int[Array, " pairs"], *, spec: specs.Spec, rows: int
+) -> tuple[Int[Array, " pairs"], Int[Array, "S F"]]:
     """Return the pairs sorted by expert, and the blocks of at most `rows` of them.
 
     An expert knows the place of its blocks in the list from the number of pairs that

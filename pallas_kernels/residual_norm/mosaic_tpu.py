@@ -41,7 +41,7 @@ def _too_large(spec: specs.Spec) -> str | None:
 
 def residual_norm(
     h: Float[Array, "T H"],
-    parts: Float[Array, "T P H"],
+    parts: Float[Array, "T parts H"],
     weight: Float[Array, " H"],
     *,
     spec: specs.Spec,

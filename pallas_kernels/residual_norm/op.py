@@ -49,7 +49,7 @@ def residual_norm(
 
     Args:
       h: [.., H], rows of the residual stream.
-      parts: [.., P, H], what is added to each row.
+      parts: [.., parts, H], what is added to each row.
       weight: [H], of the norm; the gain is 1 + weight.
       eps: under the root.
       impl: name in `IMPLEMENTATIONS`, or None for the best that runs here.

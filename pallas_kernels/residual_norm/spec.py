@@ -77,7 +77,7 @@ def spec_of(
     *rows, hidden = h.shape
     if parts.ndim != h.ndim + 1:
         raise ValueError(
-            f"parts has shape {parts.shape}; ({', '.join(map(str, rows))}, P, "
+            f"parts has shape {parts.shape}; ({', '.join(map(str, rows))}, parts, "
             f"{hidden}) is allowed"
         )
     count = parts.shape[-2]

@@ -40,7 +40,7 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
 
 def residual_norm(
     h: Float[Array, "T H"],
-    parts: Float[Array, "T P H"],
+    parts: Float[Array, "T parts H"],
     weight: Float[Array, " H"],
     *,
     spec: specs.Spec,
