@@ -32,8 +32,8 @@ def product(
     """Return `lax.dot_general`; on a GPU that of a single row as of two equal ones.
 
     XLA multiplies one row with a matrix element by element and may write all of that
-    to memory before it sums it up: on an H200, 57 us for a matrix of 16 MiB. Of two
-    rows it makes one matrix product, in the time that reading the matrix takes.
+    to memory before it sums it up: on an H200, 29 us for a matrix of 16 MiB. Of two
+    rows it makes one matrix product, 10 us with the sum of its parts.
     """
     *batch, size = x.shape
     if math.prod(batch) != 1 or device.platform() != "gpu":
