@@ -115,6 +115,23 @@ def test_the_norm_is_that_of_the_rounded_stream(impl):
     assert np.max(off) > 2**-8
 
 
+@pytest.mark.skipif(device.platform() != "cpu", reason="XLA for a CPU leaves it out")
+def test_a_stream_that_is_not_rounded_is_seen():
+    """A sum in bfloat16, of which XLA keeps more digits within a program."""
+
+    def unrounded(h, parts, weight, *, eps):
+        h = h + jnp.sum(parts, axis=-2).astype(h.dtype)
+        x = h.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+        return h, (x * (1 + weight.astype(jnp.float32))).astype(h.dtype)
+
+    h, parts, weight = make((8, 5, 256), "bfloat16", parts_dtype="float32")
+    new_h, x = jax.jit(unrounded, static_argnames="eps")(h, parts, weight, eps=EPS)
+    _, normed = exact(new_h, np.zeros_like(parts), weight)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        np.testing.assert_allclose(np.asarray(x, np.float64), normed, rtol=2**-8)
+
+
 @over_impls
 def test_any_leading_dimensions(impl):
     h, parts, weight = make((6, 3, 128))
