@@ -94,7 +94,7 @@ draw([-1, 0, 1, 2, 1, 0])  # a chain of three with two runner-ups
 
 # %%
 root = pathlib.Path(planning.__file__).parents[2]
-found = json.loads((root / "scripts/results/cpu/acceptance.json").read_text())
+found = json.loads((root / "scripts/results/nvidia-h200/acceptance.json").read_text())
 entries = [e for e in found["rates"] if (e["drafter"], e["temperature"]) == ("mtp", 0)]
 rates = {}
 for entry in entries:

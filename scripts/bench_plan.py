@@ -59,7 +59,7 @@ class Options:
     """Holds the planner against measured tokens a second."""
 
     results: Annotated[pathlib.Path, tyro.conf.arg(name="from")] = (
-        reporting.RESULTS / "cpu" / "acceptance.json"
+        reporting.RESULTS / "nvidia-h200" / "acceptance.json"
     )
     """Result of bench_acceptance.py."""
     model: str = "tiny"

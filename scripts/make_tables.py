@@ -13,6 +13,8 @@ TABLES = {
     acceptance.acceptance: README,
     acceptance.shapes: RESULTS,
     acceptance.planned: RESULTS,
+    acceptance.drafts: RESULTS,
+    acceptance.plans: RESULTS,
     acceptance.lossless: RESULTS,
     steps.memory_a_sequence: README,
     acceptance.validation: "models/pretrained/tiny/README.md",

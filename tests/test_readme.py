@@ -95,7 +95,7 @@ def test_distance_in_the_readme():
 
 
 def test_another_result_would_fail(monkeypatch):
-    fields = files.read("cpu/acceptance")
+    fields = files.read(acceptance.FILE)
     changed = json.loads(json.dumps(fields))
     changed["trees"]["3,3,3"]["all"]["lengths"]["mean"] += 0.01
     monkeypatch.setattr(files, "read", lambda name: changed)

@@ -36,7 +36,7 @@ def cell(tree, name, temperature, drafter, entries, made) -> dict[str, Any]:
             "treewy": memory.blocks(held, "reconstruct").counted,
         },
         "by_depth": rows.by_depth(made, drafter.depth_max),
-        "paper": paper.beside(tree) if name == "mtp" else None,
+        "paper": paper.beside(tree) if name == "mtp" and not temperature else None,
         "groups": rows.measure(entries, made),
     }
 

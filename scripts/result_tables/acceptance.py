@@ -6,10 +6,13 @@ from scripts.accepting import paper
 from scripts.result_tables import files
 from treewy_jax import memory
 
+FILE = "nvidia-h200/acceptance"
+SHAPES = ("1,1,1", "2,2,1", "2,2,2", "3,3,3")
+
 
 def acceptance() -> str:
     """Tokens a target pass on prompts80: all steps / before a text loops."""
-    fields = files.read("cpu/acceptance")["trees"]
+    fields = files.read(FILE)["trees"]
     groups = ("all", "handwritten", "generated")
 
     def cell(summary: dict[str, Any]) -> str:
@@ -17,8 +20,8 @@ def acceptance() -> str:
         return f"{mean:.2f} / {unlooped:.2f}"
 
     rows = [
-        [f"`{tree}`", str(nodes(tree)), *(cell(found[g]) for g in groups)]
-        for tree, found in fields.items()
+        [f"`{tree}`", str(nodes(tree)), *(cell(fields[tree][g]) for g in groups)]
+        for tree in SHAPES
     ]
     return files.markdown(["tree", "nodes", *groups], rows)
 
@@ -34,7 +37,7 @@ def nodes(tree: str) -> int:
 
 def shapes() -> str:
     """Shapes of Table 2: what they accept, and the states that a request holds."""
-    found = files.read("cpu/acceptance")["trees"]
+    found = files.read(FILE)["trees"]
     rows, before = [], None
     for tree in SHAPES:
         count, lengths = nodes(tree), found[tree]["all"]["lengths"]
@@ -64,9 +67,6 @@ def shapes() -> str:
     return files.markdown(header, rows)
 
 
-SHAPES = ("1,1,1", "2,2,1", "2,2,2", "3,3,3")
-
-
 def _a_node(nodes: int, tokens: float) -> str:
     return f"{tokens / nodes:+.3f}"
 
@@ -74,7 +74,7 @@ def _a_node(nodes: int, tokens: float) -> str:
 def planned() -> str:
     """Planned trees beside the best tree by widths of no more nodes and no deeper."""
     rows = []
-    for tree in files.read("cpu/acceptance")["planned"]:
+    for tree in files.read(FILE)["planned"]:
         best, own = tree["best_width_tree"], tree["simulated"]["lengths"]
         low, high = best["interval"]
         rows.append(
@@ -96,7 +96,7 @@ def planned() -> str:
 def drafts() -> str:
     """Tokens a target pass by tree, drafter and temperature, on a GPU."""
     rows = []
-    for cell in files.read("nvidia-h200/acceptance")["cells"]:
+    for cell in files.read(FILE)["cells"]:
         found = cell["groups"]
         mean, (low, high) = (found["all"]["lengths"][x] for x in ("mean", "interval"))
         best = cell.get("best_width_tree")
