@@ -3,6 +3,7 @@
     python scripts/bench_step.py --batch 1 8 32 128 --json step.json
     python scripts/bench_step.py --trees none 1,1,1 3,3,3 --commit reconstruct store-all
     python scripts/bench_step.py --trees 1,1,1 --find-max-batch --json step.json
+    python scripts/bench_step.py --model qwen3.5-397b-a17b --mesh tensor=8
 
 The program is `treewy_jax.loop.step` with its state donated: draft, verify, accept,
 commit. Weights of published sizes are random, experts are used evenly (or by Zipf), and
@@ -13,8 +14,17 @@ choice of the target is replaced, in the expression whose argmax is taken
 path are the real ones. Keys and values of a context longer than the prompt of 64 tokens
 repeat those of the prompt, and so do the rows.
 
-A point is a model, tree, lifecycle, context and batch. Its row is in `--json` as soon
-as it is done, {"kind": "step", "point", "code", ...} with
+With --mesh the step is spread over devices of one host: rows over `data`, heads over
+`tensor`, experts over `expert` and `tensor` (models/qwen3_5/sharding.py). Before it is
+timed, a layer has to verify the tree on the mesh as the reference does on one device
+(scripts/benching/step_gate.py). Then floor, peak, weights, bytes of a row, launches and
+time of kernels are those of one device, launches and time as means over the devices.
+No floor has what devices exchange in it, and a kernel that exchanges counts while it
+waits for the others: the wall time is what a step takes. Batch and tokens are of all
+devices.
+
+A point is a model, tree, lifecycle, context, batch and mesh. Its row is in `--json` as
+soon as it is done, {"kind": "step", "point", "code", ...} with
     wall_ms, device_ms      least, median, mean: the host's clock over calls that are
                             sent without waiting; kernels of a call (CUPTI), else null
     tokens_per_s            rows * mean accept length / mean wall time
@@ -24,6 +34,7 @@ as it is done, {"kind": "step", "point", "code", ...} with
     peak_bytes              arguments, results, temporaries of the step (XLA's count)
     device_peak_bytes       most that the process held so far (the allocator's count)
     parts                   with --parts, see scripts/bench_decode.py
+    devices, verify_error   with --mesh: how many; the relative error of a layer
     problem                 where the device's memory ended, instead of times
 Steps compile side by side, --together of them, and are timed alone after that.
 A run that is started again leaves out the points whose row was made by the same code
@@ -39,7 +50,8 @@ For simulators, the timed rows are also merged into scripts/results/DEVICE/stept
        "ms": mean wall milliseconds of a step, "device_ms": of its kernels, or null,
        "nodes", "accept_length": tokens a step and row, "floor_ms", "peak_bytes",
        "code"}, ...]}
-One entry for each value of the fields before "ms".
+One entry for each value of the fields before "ms"; those of a mesh have "mesh", too,
+such as "tensor=2".
 
 The allocator of JAX takes 75 % of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says
 otherwise: 35B in bfloat16 needs .95 of 140 GB for large batches.
@@ -59,12 +71,14 @@ from typing import Any, Literal
 import jax
 from rich import table as rich_table
 
+from models.qwen3_5 import published
 from scripts import reporting
 from scripts.benching import (
     command,
     rates,
     step_fit,
     step_inject,
+    step_mesh,
     step_run,
     step_store,
 )
@@ -78,6 +92,8 @@ class Options:
 
     model: str = "qwen3.5-35b-a3b"
     """A published size with random weights, "tiny", or a folder."""
+    random_weights: bool = False
+    """As in decode.py; here published sizes have no others."""
     layers: int | None = None
     """First layers of a published size, a multiple of 4; by default all."""
     batch: tuple[int, ...] = (1, 8, 32)
@@ -97,6 +113,8 @@ class Options:
     """Loads of the experts."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights."""
+    mesh: str | None = None
+    """Devices of this host, such as tensor=2 or data=2,tensor=4; by default one."""
     state_dtype: str = "float32"
     """Storage of the recurrent state."""
     together: int = 8
@@ -162,6 +180,11 @@ def select(chosen: Options) -> list[step_store.Point]:
         raise NotImplementedError(
             f"parts: of {step_run.PARTS_OF} only, its records are what their inputs are"
         )
+    if chosen.random_weights:
+        published.get(chosen.model)
+    mesh = step_mesh.canonical(chosen.mesh)
+    if chosen.parts and mesh is not None:
+        raise NotImplementedError(f"parts: on one device only, not on mesh {mesh}")
     if chosen.together < 1:
         raise ValueError(f"together is {chosen.together}; 1 or more is allowed")
     if chosen.first_batch is not None and chosen.first_batch < 1:
@@ -170,7 +193,7 @@ def select(chosen: Options) -> list[step_store.Point]:
         raise ValueError("memory_gib is needed: this device tells no limit")
     batches = (None,) if chosen.find_max_batch else sorted(set(chosen.batch))
     points = [
-        point(chosen, tree, commit, context, batch)
+        point(chosen, mesh, tree, commit, context, batch)
         for context in chosen.context
         for batch in batches
         for tree in chosen.trees
@@ -181,7 +204,7 @@ def select(chosen: Options) -> list[step_store.Point]:
     return points
 
 
-def point(chosen: Options, tree, commit, context, batch) -> step_store.Point:
+def point(chosen: Options, mesh, tree, commit, context, batch) -> step_store.Point:
     """Return one point of the options."""
     commit = commit.replace("_", "-")
     return step_store.Point(
@@ -196,6 +219,7 @@ def point(chosen: Options, tree, commit, context, batch) -> step_store.Point:
         router=chosen.router,
         context=context,
         batch=batch,
+        mesh=mesh,
     )
 
 
@@ -250,7 +274,7 @@ def _told(answer: dict[str, Any]) -> str:
         return f"largest batch {answer['largest']}, by formula {answer['predicted']}"
     if "problem" in answer:
         return answer["problem"]
-    clock = answer["device_ms"] or answer["wall_ms"]
+    clock = step_store.clock(answer)
     return f"{clock['mean']:.3f} ms, floor {answer['floor_ms']:.3f} ms"
 
 
@@ -295,13 +319,13 @@ def _step(row) -> list[Any]:
     if "problem" in row:
         return [*start, "out of memory"]
     wall, device = row["wall_ms"]["mean"], (row["device_ms"] or {}).get("mean")
-    peak = row["peak_bytes"]
+    peak, counted = row["peak_bytes"], step_store.clock(row)["mean"]
     return [
         *start,
         f"{wall:.3f}",
         f"{device:.3f}" if device else "-",
         f"{row['floor_ms']:.3f}",
-        f"{(device or wall) / row['floor_ms']:.2f}",
+        f"{counted / row['floor_ms']:.2f}",
         row["launches"] or "-",
         f"{row['tokens_per_s']:,.0f}",
         f"{peak / 2**30:.2f}" if peak else "-",

@@ -1,6 +1,6 @@
 """Which draft tree? From measured acceptance, and from step times where they are given.
 
-    python scripts/plan_tree.py --from scripts/results/cpu/acceptance.json
+    python scripts/plan_tree.py --from scripts/results/nvidia-h200/acceptance.json
     python scripts/plan_tree.py --from acceptance.json --nodes 8,16,40 \
         --step-time steptime.json --batch 1,8,32 --out plan.json
     python scripts/decode.py --tree plan.json          # or plan.json:16
@@ -68,6 +68,8 @@ class Options:
     """Storage of the recurrent states."""
     router: str | None = None
     """Loads of the experts."""
+    mesh: str | None = None
+    """Devices, such as tensor=2, as the file writes them; by default one."""
     json: bool = False
     """Print the plan as JSON in place of text."""
     out: pathlib.Path | None = None
@@ -156,7 +158,8 @@ def timed(chosen, plan, measured, most) -> dict[str, Any]:
     """Return what step times add: for each batch the fastest tree and chain."""
     wanted = {name: getattr(chosen, name, None) for name in step_times.SETTINGS}
     commit = chosen.commit and chosen.commit.replace("_", "-")
-    table, settings = step_times.read(chosen.step_time, wanted | {"lifecycle": commit})
+    wanted |= {"lifecycle": commit, "mesh": chosen.mesh}
+    table, settings = step_times.read(chosen.step_time, wanted)
     batches = table.batches
     if chosen.batch is not None:
         batches = numbers("batch", chosen.batch)

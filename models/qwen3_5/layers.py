@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device
 from pallas_kernels.residual_norm import op as residual_norm
@@ -73,9 +73,39 @@ def add_and_norm(
 ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
     """Return h + y and its RMSNorm with gain `1 + weight`; y may come in parts."""
     parts = y if y.ndim > h.ndim else y[:, :, None]
-    # XLA spreads its own operations over a mesh, but no kernel.
-    impl = None if sharding.active() is None else "reference"
-    return residual_norm.residual_norm(h, parts, weight, eps=eps, impl=impl)
+    return _add_and_norm(h, parts, weight, eps)
+
+
+@sharding.by_letters
+def _add_and_norm(
+    h: Float[Array, "B T H"],
+    parts: Float[Array, "B T P H"],
+    weight: Float[Array, " H"],
+    eps: float,
+) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
+    return residual_norm.residual_norm(h, parts, weight, eps=eps)
+
+
+def look_up(
+    table: Float[Array, "V H"], tokens: Int[Array, "B T"]
+) -> Float[Array, "B T H"]:
+    """Return the rows of some tokens.
+
+    Of a spread table each device takes those that it has, and they are added up: of a
+    few tokens XLA by itself would gather the whole table.
+    """
+    axes = sharding.split({"B": tokens.shape[:1], "V": table.shape[:1]})
+    over = axes["V"]
+    if not over:
+        return sharding.constrain(table[tokens], "B T H")
+
+    def on_part(table, tokens):
+        here = tokens - len(table) * lax.axis_index(over)
+        own = (here >= 0) & (here < len(table))
+        rows = jnp.where(own[..., None], table[jnp.where(own, here, 0)], 0)
+        return sharding.total(rows, over)
+
+    return sharding.run(on_part, (table, tokens), ("V H", "B T"), "B T H", axes)
 
 
 def rms_normalize(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B D"]:

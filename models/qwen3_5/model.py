@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import decoder, layers, mtp
-from treewy_jax import commit, conv, sharding
+from treewy_jax import commit, conv
 from treewy_jax import tree as tree_lib
 
 
@@ -44,8 +44,7 @@ class Qwen3_5(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         """Look tokens up; nothing is scaled or added."""
-        rows = self.embed_tokens.embedding[...][tokens]
-        return sharding.constrain(rows, "B T H")
+        return layers.look_up(self.embed_tokens.embedding[...], tokens)
 
     def logits(self, hidden: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
         """Project normed hidden states (target's or MTP head's) to float32 logits."""

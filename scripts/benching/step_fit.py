@@ -5,6 +5,8 @@ limit, or where an allocation fails; its arrays are let go before the next one. 
 everything happens in one process and a model is made once. What `treewy_jax.memory`
 predicts is (limit - weights) / (bytes of a row and its logits), which leaves out other
 activations and workspace. The batches next to the first one tried compile beside it.
+On a mesh all bytes are those of one device, and the same number of rows is added to
+each part of the batch.
 """
 
 import concurrent.futures
@@ -12,8 +14,8 @@ import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from scripts.benching import command, step_floor, step_run, step_store
-from treewy_jax import memory, pytree
+from scripts.benching import command, step_floor, step_mesh, step_run, step_store
+from treewy_jax import memory
 
 STEPS = 2
 RESOLUTION = 16  # the answer is exact to one in so many
@@ -56,15 +58,17 @@ def resolution(batch: int) -> int:
 
 def predicted(point: step_store.Point, held: step_run.Held, limit: int) -> int:
     """Return the batch by formula."""
-    left = limit - pytree.nbytes(held.params)
-    return max(0, left // sum(_row_bytes(point, held).values()))
+    left = limit - step_mesh.nbytes(held.params)
+    here = max(0, left // sum(_row_bytes(point, held).values()))
+    return here * step_mesh.rows(held.mesh)
 
 
 def _row_bytes(point, held) -> dict[str, int]:
-    one = step_store.with_batch(point, 1)
+    one = step_store.with_batch(point, step_mesh.rows(held.mesh))
     subject = step_run.subject_of(one, held.config, held.graphdef, held.params)
-    logits = memory.logits_bytes(held.config.vocab_size, subject.drafter.n_max)
-    return step_floor.per_row(subject, point.dtype) | {"logits": logits}
+    tokens = step_mesh.vocabulary(held.config, held.mesh)
+    logits = memory.logits_bytes(tokens, subject.drafter.n_max)
+    return step_floor.per_row(subject, point.dtype, held.mesh) | {"logits": logits}
 
 
 def search(
@@ -75,25 +79,26 @@ def search(
     The first try is `first`, by default the prediction.
     """
     tried: list[Tried] = []
-    formula = predicted(point, held, limit)
-    first = max(1, first or formula)
+    formula, parts = predicted(point, held, limit), step_mesh.rows(held.mesh)
+    first = max(1, (first or formula) // parts)
     near = sorted({first, first + resolution(first), max(1, first - resolution(first))})
-    points = [step_store.with_batch(point, batch) for batch in near]
+    points = [step_store.with_batch(point, parts * each) for each in near]
     ahead = dict(zip(near, step_run.side_by_side(points, held, limit), strict=True))
 
-    def fits(batch: int) -> bool:
+    def fits(each: int) -> bool:
+        batch = parts * each
         one = step_store.with_batch(point, batch)
-        made = ahead.pop(batch, None) or step_run.side_by_side([one], held, limit)[0]
+        made = ahead.pop(each, None) or step_run.side_by_side([one], held, limit)[0]
         tried.append(attempt(batch, made, held))
         found = tried[-1]
         command.note(f"B={batch}: {'runs' if found.fits else found.reason}")
         return found.fits
 
     return {
-        "largest": largest(fits, first),
+        "largest": parts * largest(fits, first),
         "predicted": formula,
         "limit_bytes": limit,
-        "weight_bytes": pytree.nbytes(held.params),
+        "weight_bytes": step_mesh.nbytes(held.params),
         "row_bytes": _row_bytes(point, held),
         "tried": [one._asdict() for one in tried],
     }

@@ -16,6 +16,11 @@ bytes of a row's recurrent states, r those of a row's records:
     kv        the context read, the path written
 
 Logits and other activations are left out: a step that never wrote them would be right.
+
+On a mesh all bytes are those of one device: its parts of the weights, parts that each
+device has whole counted in full; its share of the experts, touched by the rows of its
+part of the batch; states, records and KV of its rows and heads. What the devices
+exchange is in no floor.
 """
 
 from typing import Any
@@ -25,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.qwen3_5 import random_weights, stored
-from scripts.benching import step_program
+from scripts.benching import step_mesh, step_program
 from treewy_jax import commit as commit_lib
 from treewy_jax import memory
 from treewy_jax import tree as tree_lib
@@ -38,8 +43,13 @@ def of_step(
     *,
     router: str = "uniform",
     activation: str = memory.ACTIVATION,
+    mesh: step_mesh.Mesh = None,
 ) -> dict[str, int]:
-    """Return bytes by part; `params` may be shapes, `activation` is their dtype."""
+    """Return bytes by part; `params` may be shapes, `activation` is their dtype.
+
+    They are those of one device, where the parameters are spread over a mesh.
+    """
+    subject = step_mesh.share(subject, mesh)
     sizes, config = _by_kind(params), subject.config
     nodes, levels = subject.drafter.n_max, subject.path - 1
     loads = random_weights.expert_loads(config, router)
@@ -65,7 +75,7 @@ def of_step(
 
 
 def _by_kind(params: Any) -> dict[str, int]:
-    """Return the bytes of the parameters by what reads them."""
+    """Return the bytes of the parameters on a device, by what reads them."""
     kinds = ("embedding", "head", "dense", "experts", "draft", "draft_experts")
     found = dict.fromkeys(kinds, 0)
     slots = stored.slots(params)
@@ -76,7 +86,7 @@ def _by_kind(params: Any) -> dict[str, int]:
         )
         if "experts" in path:
             kind = "draft_experts" if kind == "draft" else "experts"
-        found[kind] += leaf.size * leaf.dtype.itemsize
+        found[kind] += step_mesh.shard_bytes(leaf)
     return found
 
 
@@ -134,8 +144,14 @@ def scheme_of(lifecycle: commit_lib.Lifecycle) -> str:
     return next(name for name, kind in kinds if isinstance(lifecycle, kind))
 
 
-def per_row(subject: step_program.Subject, activation: str) -> dict[str, int]:
-    """Return the bytes that a row holds while it is verified, by `memory`'s formula."""
+def per_row(
+    subject: step_program.Subject, activation: str, mesh: step_mesh.Mesh = None
+) -> dict[str, int]:
+    """Return the bytes that a row holds while it is verified, by `memory`'s formula.
+
+    On a mesh, on each device that has the row.
+    """
+    subject = step_mesh.share(subject, mesh)
     lifecycle = subject.build.lifecycle
     parents = np.asarray(getattr(subject.drafter, "parent", [-1])).tolist()
     return memory.per_sequence(

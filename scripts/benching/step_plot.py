@@ -5,6 +5,10 @@ from typing import Any
 
 from matplotlib import figure
 
+from scripts.benching import step_store
+
+FIELDS = ("model", "commit", "horizon", "state_dtype", "context", "mesh")
+
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> figure.Figure:
     """Return a panel for each tree: a line a lifecycle, its byte floor dashed."""
@@ -25,16 +29,13 @@ def _panel(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         point = row["point"]
         name = " ".join(
-            str(point[field])
-            for field in ("model", "commit", "horizon", "state_dtype", "context")
-            if point[field] is not None
+            str(point[field]) for field in FIELDS if point.get(field) is not None
         )
         lines.setdefault(name, []).append(row)
     for name, found in lines.items():
         found.sort(key=lambda row: row["point"]["batch"])
         batches = [row["point"]["batch"] for row in found]
-        clocks = [row["device_ms"] or row["wall_ms"] for row in found]
-        times = [clock["mean"] for clock in clocks]
+        times = [step_store.clock(row)["mean"] for row in found]
         (line,) = axes.plot(batches, times, marker="o", ms=3, label=name)
         floors = [row["floor_ms"] for row in found]
         axes.plot(batches, floors, ls="--", lw=0.8, color=line.get_color())

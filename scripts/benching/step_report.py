@@ -30,7 +30,7 @@ class Clock:
     device_us: list[float]
     host_us: list[float]
     kernels: dict[str, float]
-    launches: int | None = None
+    launches: float | None = None
 
     @property
     def us(self) -> float:
@@ -142,17 +142,25 @@ def time_part(part, make, run, arguments, rounds) -> tuple[Clock, int, list[str]
 
 
 def clocked(
-    call: Callable[[], Any], rounds: int, seconds: float = 0.05, most: int = 10
+    call: Callable[[], Any],
+    rounds: int,
+    seconds: float = 0.05,
+    most: int = 10,
+    devices: int = 1,
 ) -> tuple[Clock, list[str]]:
     """Time a call by both clocks; without a GPU, or where CUPTI fails, by the host's.
 
     Calls that fill `seconds`, `most` at most, are a sample; 55 calls in three rounds.
+    Of several `devices` the kernels are those of one, on average, in one sample.
     """
     number = timing.enough(call, seconds, most)
     clock = Clock([], [timing.host_us(call, number) for _ in range(rounds)], {})
     if jax.default_backend() != "gpu":
         return clock, []
     try:
+        if devices > 1:
+            mean = timing.mean_kernels(call, number, devices)
+            return _with_mean(clock, mean), []
         calls = timing.kernels(call, number)
     except RuntimeError as error:
         return clock, [f"host's clock, {error}"]
@@ -160,6 +168,13 @@ def clocked(
     clock.kernels = timing.by_name(calls, 1)
     clock.launches = len(calls[0])
     return clock, []
+
+
+def _with_mean(clock: Clock, mean: timing.Mean) -> Clock:
+    us, kernels, launches = mean
+    return dataclasses.replace(
+        clock, device_us=[us], kernels=kernels, launches=launches
+    )
 
 
 def title(result: Result) -> str:

@@ -19,7 +19,9 @@ from models import checkpoints
 from models.qwen3_5 import published, random_weights, target
 from scripts.benching import (
     step_floor,
+    step_gate,
     step_inject,
+    step_mesh,
     step_parts,
     step_program,
     step_report,
@@ -27,7 +29,8 @@ from scripts.benching import (
     step_store,
 )
 from treewy_jax import commit as commit_lib
-from treewy_jax import generate, loop, pytree
+from treewy_jax import generate, loop
+from treewy_jax import mesh as mesh_lib
 
 WARM = 8  # steps before the first that counts: rows part, histories fill
 ROUNDS = 2
@@ -42,26 +45,32 @@ class OutOfMemory(Exception):
 
 @dataclasses.dataclass
 class Held:
-    """A model on the device, and a state of one row that its prompt pass left."""
+    """A model on the device, and a state of one row that its prompt pass left.
+
+    `mesh` is that over which both are spread, if any.
+    """
 
     config: Any
     graphdef: Any
     params: Any
     start: loop.LoopState
     seconds: float
+    mesh: step_mesh.Mesh = None
 
 
 def hold(point: step_store.Point) -> Held:
     """Load a model, or make one of random weights, and run its prompt."""
-    begin = time.perf_counter()
+    begin, mesh = time.perf_counter(), step_mesh.make(point.mesh)
+    options = dict(dtype=point.dtype, mesh=mesh)
     if point.model.lower() in published.CONFIGS:
-        options = dict(dtype=point.dtype, layers=point.layers, router=point.router)
+        options |= dict(layers=point.layers, router=point.router)
         model = models.random(point.model, **options)
     else:
-        model = models.load(point.model, dtype=point.dtype)
+        model = models.load(point.model, **options)
     shared = (model.config, model.graphdef, model.params)
-    start = jax.block_until_ready(step_state.prompted(point.model, *shared))
-    return Held(*shared, start, time.perf_counter() - begin)
+    with mesh_lib.use(mesh):
+        start = jax.block_until_ready(step_state.prompted(point.model, *shared))
+    return Held(*shared, start, time.perf_counter() - begin, mesh)
 
 
 def check(point: step_store.Point) -> None:
@@ -79,6 +88,8 @@ def check(point: step_store.Point) -> None:
         raise ValueError(
             f"context is {point.context}; {point.model} allows {most} at most here"
         )
+    if point.batch is not None:
+        mesh_lib.check_batch(point.batch, step_mesh.make(point.mesh))
     checkpoints.memory_dtype(point.dtype)
     random_weights.expert_loads(config, point.router)
 
@@ -159,9 +170,11 @@ def lowered(point: step_store.Point, held: Held) -> Lowered:
     begin = time.perf_counter()
     subject = subject_of(point, held.config, held.graphdef, held.params)
     weights = subject.weights()
-    state = step_state.shapes(subject, weights, held.start)
-    arguments = (weights, subject.drafter, state, step_program.rules(subject.batch))
-    found = step_program.step.lower(subject.build, *arguments)
+    weights = weights._replace(rates=step_mesh.whole(weights.rates, held.mesh))
+    with mesh_lib.use(held.mesh):
+        arguments = step_mesh.shapes(subject, weights, held.start, held.mesh)
+        program = step_mesh.program(arguments[1], held.mesh)
+        found = program.lower(subject.build, weights, *arguments)
     return Lowered(subject, weights, found, time.perf_counter() - begin)
 
 
@@ -197,10 +210,10 @@ def running(built: Compiled, held: Held, steps: int) -> step_program.Fed:
     """Start a state and take some steps; raises OutOfMemory where there is no room."""
     subject = built.subject
     try:
-        state = step_state.dressed(subject, built.weights, held.start)
-        rules = step_program.rules(subject.batch)
-        arguments = [built.weights, subject.drafter, state, rules]
-        del state  # donated by the first step
+        with mesh_lib.use(held.mesh):
+            made = step_mesh.arrays(subject, built.weights, held.start, held.mesh)
+        arguments = [built.weights, *made]
+        del made  # its state is donated by the first step
         stepping = step_program.Fed(built.program, arguments, 2, step_program.CALLS)
         for _ in range(steps):
             stepping()
@@ -239,12 +252,16 @@ def measure(
 ) -> dict[str, Any]:
     """Start and time the step of a point; returns the fields of a row.
 
-    Raises OutOfMemory.
+    On a mesh a layer has to verify as the reference does, or the row says so. Raises
+    OutOfMemory.
     """
+    gate, wrong = _gate(point, held, built)
     stepping = running(built, held, WARM)
-    clock, problems = step_report.clocked(stepping, ROUNDS, SECONDS)
+    devices = {} if held.mesh is None else {"devices": held.mesh.size}
+    clock, problems = step_report.clocked(stepping, ROUNDS, SECONDS, **devices)
+    problems = wrong + problems
     state = stepping.arguments[2]
-    row = _row(point, held, built, clock, bytes_per_s)
+    row = _row(point, held, built, clock, bytes_per_s) | devices | gate
     steps = float(state.steps)
     row["measured_accept_length"] = float((state.emitted - 1).mean()) / steps
     row["steps"] = int(steps)
@@ -254,12 +271,28 @@ def measure(
     return row | {"problems": problems}
 
 
+def _gate(point, held, built) -> tuple[dict[str, float], list[str]]:
+    """Compare a layer on the mesh with the reference; returns error and problems."""
+    if held.mesh is None:
+        return {}, []
+    dtype = jax.numpy.dtype(point.dtype).name
+    case = step_gate.Case.of(built.subject, dtype, held.mesh)
+    error, bound = step_gate.verify_error(case, held.mesh), step_gate.bound(case)
+    told = f"verify on the mesh: error {error:.1e}, {bound:.0e} allowed"
+    return {"verify_error": error}, [] if error <= bound else [told]
+
+
 def _row(point, held, built, clock, bytes_per_s) -> dict[str, Any]:
     subject = built.subject
     accept_length = step_inject.mean_length(point.accept)
     activation = jax.numpy.dtype(point.dtype).name
     floor = step_floor.of_step(
-        subject, held.params, accept_length, router=point.router, activation=activation
+        subject,
+        held.params,
+        accept_length,
+        router=point.router,
+        activation=activation,
+        mesh=held.mesh,
     )
     wall, device = _times(clock.host_us), _times(clock.device_us)
     floor_ms = 1e3 * floor["total"] / bytes_per_s
@@ -276,8 +309,8 @@ def _row(point, held, built, clock, bytes_per_s) -> dict[str, Any]:
         "floor_ms": floor_ms,
         "floor_and_launches_ms": launches and floor_ms + 1e-3 * LAUNCH_US * launches,
         "copy_bytes_per_s": bytes_per_s,
-        "weight_bytes": pytree.nbytes(held.params),
-        "row_bytes": step_floor.per_row(subject, activation),
+        "weight_bytes": step_mesh.nbytes(held.params),
+        "row_bytes": step_floor.per_row(subject, activation, held.mesh),
         "peak_bytes": built.peak_bytes,
         "device_peak_bytes": _device_memory().get("peak_bytes_in_use"),
         "kernels_us": clock.kernels,

@@ -22,6 +22,8 @@ SOURCES = (
     "pallas_kernels",
     *(f"scripts/benching/{name}" for name in OWN),
 )
+# And the step on a mesh.
+MESH_SOURCE = "scripts/benching/step_mesh.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Point:
         router: loads of the experts.
         context: tokens that the state covers at first.
         batch: rows; None where the largest is asked for.
+        mesh: devices, as `step_mesh.canonical` writes them; None: one.
     """
 
     model: str
@@ -50,16 +53,22 @@ class Point:
     router: str
     context: int
     batch: int | None
+    mesh: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as a file holds them."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        """Return the fields as a file holds them: without a mesh of None."""
+        found = dataclasses.asdict(self)
+        if self.mesh is None:
+            del found["mesh"]
+        return json.loads(json.dumps(found))
 
     @property
     def label(self) -> str:
         """One line for tables."""
         horizon = f" {self.horizon}" if self.horizon else ""
-        return f"{self.commit}{horizon}, tree {self.tree}, B={self.batch or 'largest'}"
+        mesh = f", {self.mesh}" if self.mesh else ""
+        size = self.batch or "largest"
+        return f"{self.commit}{horizon}, tree {self.tree}, B={size}{mesh}"
 
 
 def code_key() -> str:
@@ -67,9 +76,19 @@ def code_key() -> str:
     return code.digest(*SOURCES)
 
 
+def _key_of(point: Point) -> str:
+    """Return the digest of what a point's figures depend on."""
+    return code_key() if point.mesh is None else code.digest(*SOURCES, MESH_SOURCE)
+
+
 def with_batch(point: Point, batch: int) -> Point:
     """Return the point with so many rows."""
     return dataclasses.replace(point, batch=batch)
+
+
+def clock(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the times of a row that count: of its kernels, on a mesh the wall's."""
+    return ("devices" not in row and row["device_ms"]) or row["wall_ms"]
 
 
 class Store:
@@ -93,13 +112,14 @@ class Store:
         found = self._find(kind, point)
         return (
             found is not None
-            and found["code"] == code_key()
+            and found["code"] == _key_of(point)
             and ("problem" in found or set(fields) <= found.keys())
         )
 
     def add(self, kind: str, point: Point, answer: Mapping[str, Any]) -> None:
         """Keep an answer, in the place of an older one, and write the file."""
-        row = {"kind": kind, "point": point.as_json(), "code": code_key(), **answer}
+        key = _key_of(point)
+        row = {"kind": kind, "point": point.as_json(), "code": key, **answer}
         old = self._find(kind, point)
         if old is None:
             self.rows.append(row)
@@ -159,7 +179,7 @@ KEYS = (
 
 
 def _key(entry: Mapping[str, Any]) -> tuple:
-    return tuple(json.dumps(entry[name]) for name in KEYS)
+    return (*(json.dumps(entry[name]) for name in KEYS), entry.get("mesh"))
 
 
 def _entry(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,8 +189,10 @@ def _entry(row: Mapping[str, Any]) -> dict[str, Any]:
         "ms": row["wall_ms"]["mean"],
         "device_ms": row["device_ms"] and row["device_ms"]["mean"],
     }
+    mesh = {"mesh": point["mesh"]} if "mesh" in point else {}
     return (
         {name: point[name] for name in KEYS}
+        | mesh
         | times
         | {name: row[name] for name in copied}
     )

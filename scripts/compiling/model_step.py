@@ -5,17 +5,15 @@ of the device, spread over a mesh as models.qwen3_5.sharding says. Only shapes a
 """
 
 import dataclasses
-import math
 import time
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from models import checkpoints
 from models.qwen3_5 import random_weights, target
 from models.qwen3_5 import sharding as places
-from scripts.benching import step_program, step_state
+from scripts.benching import step_mesh, step_program, step_state
 from scripts.compiling import hosts, model_copies
 from treewy_jax import commit as commit_lib
 from treewy_jax import generate, loop, memory, sharding
@@ -205,8 +203,7 @@ def arguments_of(
     """Return shapes and places of parameters, drafter, state and rules."""
     params = places.abstract(shapes, subject.config, mesh)
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    config = subject.config
-    row = step_state.one_row(subject.name, config, subject.build.graphdef)
+    row = step_state.one_row(subject.name, subject.config, subject.build.graphdef)
 
     def start(params):
         return step_state.dressed(subject, params, step_program.start(row, params))
@@ -214,34 +211,8 @@ def arguments_of(
     state = jax.eval_shape(start, plain)
     rules = jax.eval_shape(lambda: step_program.rules(subject.batch))
     drafter = jax.eval_shape(lambda: subject.drafter)
-    axes = places.axes(config, mesh, subject.batch)
-    letters = _state_letters(state)
-    return (
-        params,
-        _placed(drafter, sharding.letters_of(type(drafter), drafter), axes, mesh),
-        _placed(state, letters, axes, mesh),
-        _placed(rules, sharding.letters_of(type(rules), rules), axes, mesh),
-    )
-
-
-def _state_letters(state: loop.LoopState) -> Any:
-    rest = dataclasses.replace(state, cache=None)
-    found = sharding.letters_of(type(rest), rest)
-    return dataclasses.replace(found, cache=places.cache_letters(state.cache))
-
-
-def _placed(shapes: Any, letters: Any, axes: sharding.Axes, mesh) -> Any:
-    def one(x, text):
-        spec = sharding.spec(text, axes) if text else PartitionSpec()
-        place = NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-
-    return jax.tree.map(one, shapes, letters)
-
-
-def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """Return the bytes of a device's part of an array."""
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    rest = (drafter, state, rules)
+    return params, *step_mesh.placed(*rest, subject.config, subject.batch, mesh)
 
 
 def arrays_of(params: Any, state: loop.LoopState) -> dict[str, list[Any]]:
@@ -263,11 +234,10 @@ def arrays_of(params: Any, state: loop.LoopState) -> dict[str, list[Any]]:
 def parts_of(params, drafter, state, rules) -> dict[str, int]:
     """Return the bytes of a device's arguments, by part."""
     found = {
-        name: sum(map(shard_bytes, arrays))
+        name: step_mesh.nbytes(arrays)
         for name, arrays in arrays_of(params, state).items()
     }
-    leaves = jax.tree.leaves((params, drafter, state, rules))
-    whole = sum(map(shard_bytes, leaves))
+    whole = step_mesh.nbytes((params, drafter, state, rules))
     return found | {"rest": whole - sum(found.values())}
 
 
@@ -290,16 +260,9 @@ def records_of(
 
 def _compile(host, mesh, subject, arguments, result: Result) -> Result:
     begin = time.perf_counter()
-    build = subject.build
-
-    def step(params, drafter, state, rules):
-        return step_program.step.__wrapped__(build, params, drafter, state, rules)
-
     state = arguments[2]
-    kept = jax.tree.map(lambda leaf: leaf.sharding, state)
     with jax.sharding.use_abstract_mesh(hosts.abstract(host, mesh)):
-        program = jax.jit(step, donate_argnums=2, out_shardings=kept)
-        traced = program.trace(*arguments)
+        traced = step_mesh.program(state, mesh).trace(subject.build, *arguments)
         lowered = traced.lower(lowering_platforms=(host.target.platform,))
     traced_at = time.perf_counter()
     compiled = lowered.compile()

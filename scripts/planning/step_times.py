@@ -54,16 +54,18 @@ def read(path: pathlib.Path, wanted: Mapping[str, Any]) -> tuple[Table, dict[str
     """Return the times of the entries that have the wanted settings, and these.
 
     `wanted` maps names of `SETTINGS` to values; None takes what the file has, which
-    then has to be one value.
+    then has to be one value. "mesh" is another one: the entries of one device are
+    taken without it.
 
     Raises:
         ValueError: no file of step times, no such entry, or a setting left open.
     """
     if not path.exists():
         raise ValueError(f"step-time {path}: no such file")
-    entries = step_store.read_steptime(path)
+    entries, mesh = step_store.read_steptime(path), wanted.get("mesh")
+    entries = _on(path, mesh, entries)
     for name, value in wanted.items():
-        if value is not None:
+        if value is not None and name in SETTINGS:
             known = sorted({str(entry[name]) for entry in entries})
             entries = [entry for entry in entries if entry[name] == value]
             if not entries:
@@ -74,7 +76,19 @@ def read(path: pathlib.Path, wanted: Mapping[str, Any]) -> tuple[Table, dict[str
     if not entries:
         raise ValueError(f"step-time {path}: it has no entry")
     settings = {name: _only(path, name, entries) for name in SETTINGS}
-    return _table(path, entries), settings
+    return _table(path, entries), settings | ({"mesh": mesh} if mesh else {})
+
+
+def _on(path, mesh, entries) -> list[dict[str, Any]]:
+    """Return the entries of one device, or of a mesh."""
+    found = [entry for entry in entries if entry.get("mesh") == mesh]
+    if entries and not found:
+        known = sorted({entry.get("mesh") or "one device" for entry in entries})
+        raise ValueError(
+            f"step-time {path}: no entry has mesh {mesh or 'none'}; there are "
+            f"{', '.join(known)}"
+        )
+    return found
 
 
 def _only(path, name, entries) -> Any:

@@ -132,6 +132,21 @@ def test_settings_have_to_be_chosen_where_they_differ(results, tmp_path, capsys)
     assert settings["lifecycle"] == "store-all" and table.batches == (1, 8, 256)
 
 
+def test_step_times_of_a_mesh_are_taken_when_asked_for(results, tmp_path, capsys):
+    times = step_file(tmp_path, mesh="tensor=2")
+    assert run(results, "--step-time", times) == 2
+    error = capsys.readouterr().err
+    assert "no entry has mesh none; there are tensor=2" in error
+    step_file(tmp_path, context=2048)
+    _, settings = step_times.read(times, {})
+    assert settings["context"] == 2048 and "mesh" not in settings
+    _, settings = step_times.read(times, {"mesh": "tensor=2"})
+    assert settings["context"] != 2048 and settings["mesh"] == "tensor=2"
+    assert run(results, "--step-time", times, "--mesh", "tensor=2") == 0
+    assert run(results, "--step-time", times, "--mesh", "tensor=4") == 2
+    assert "there are one device, tensor=2" in capsys.readouterr().err
+
+
 def test_step_times_of_the_benchmark_are_read(results, tmp_path):
     """What step_store writes is what is read here."""
     from scripts.benching import step_store
