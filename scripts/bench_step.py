@@ -80,6 +80,7 @@ from scripts.benching import (
     step_inject,
     step_mesh,
     step_run,
+    step_share,
     step_store,
 )
 
@@ -91,7 +92,8 @@ class Options:
     """Times whole decode steps with a given acceptance."""
 
     model: str = "qwen3.5-35b-a3b"
-    """A published size with random weights, "tiny", or a folder."""
+    """A published size with random weights, "tiny", or a folder. With /8 behind a size:
+    the share of one of eight devices (scripts/benching/step_share.py)."""
     random_weights: bool = False
     """As in decode.py; here published sizes have no others."""
     layers: int | None = None
@@ -181,7 +183,7 @@ def select(chosen: Options) -> list[step_store.Point]:
             f"parts: of {step_run.PARTS_OF} only, its records are what their inputs are"
         )
     if chosen.random_weights:
-        published.get(chosen.model)
+        published.get(step_share.parse(chosen.model)[0])
     mesh = step_mesh.canonical(chosen.mesh)
     if chosen.parts and mesh is not None:
         raise NotImplementedError(f"parts: on one device only, not on mesh {mesh}")

@@ -174,7 +174,7 @@ def timed(chosen, plan, measured, most) -> dict[str, Any]:
         "chosen_for_batch": rows[0]["batch"],
         "step_time": chosen.step_time.name,
         "settings": settings,
-        "extrapolated": not table.covers(most),
+        "extrapolated": not table.covers(most, plan["depth_limit"]),
         "batches": rows,
         "crossover": {
             nodes: [r["batch"] for r in rows if r["trees"][nodes]["ratio"] > 1]

@@ -68,7 +68,23 @@ def random(
     Raises:
         ValueError: an unknown name, dtype or router, a seed or layers out of range.
     """
-    config = cut(name, layers)
+    options = dict(dtype=dtype, seed=seed, mesh=mesh, router=router)
+    return of(cut(name, layers), name, **options)
+
+
+def of(
+    config: config_lib.Qwen3_5Config,
+    name: str,
+    *,
+    dtype: Any = None,
+    seed: int = 0,
+    mesh: jax.sharding.Mesh | None = None,
+    router: str = "uniform",
+) -> checkpoints.Model:
+    """Return a model of any sizes with random weights; options as of `random`.
+
+    `name` is what the model calls itself.
+    """
     dtype = checkpoints.memory_dtype(dtype or config.dtype)
     graphdef, shapes = graph(config, dtype)
     if mesh is not None:

@@ -25,6 +25,7 @@ from scripts.benching import (
     step_parts,
     step_program,
     step_report,
+    step_share,
     step_state,
     step_store,
 )
@@ -62,9 +63,9 @@ def hold(point: step_store.Point) -> Held:
     """Load a model, or make one of random weights, and run its prompt."""
     begin, mesh = time.perf_counter(), step_mesh.make(point.mesh)
     options = dict(dtype=point.dtype, mesh=mesh)
-    if point.model.lower() in published.CONFIGS:
-        options |= dict(layers=point.layers, router=point.router)
-        model = models.random(point.model, **options)
+    if is_published(point.model):
+        options |= dict(router=point.router)
+        model = random_weights.of(config_of(point), point.model, **options)
     else:
         model = models.load(point.model, **options)
     shared = (model.config, model.graphdef, model.params)
@@ -94,10 +95,16 @@ def check(point: step_store.Point) -> None:
     random_weights.expert_loads(config, point.router)
 
 
+def is_published(model: str) -> bool:
+    """Tell whether a model is a published size, or the share of a device in one."""
+    return step_share.parse(model)[0].lower() in published.CONFIGS
+
+
 def config_of(point: step_store.Point) -> Any:
     """Return the configuration; ValueError for an unknown model or wrong layers."""
-    if point.model.lower() in published.CONFIGS:
-        return random_weights.cut(point.model, point.layers)
+    if is_published(point.model):
+        name, devices = step_share.parse(point.model)
+        return step_share.of(random_weights.cut(name, point.layers), devices)
     if point.layers is not None:
         raise ValueError(
             f"layers is {point.layers}; allowed for published sizes only, not for "

@@ -93,8 +93,8 @@ def _crossover(plan, console) -> None:
     console.print(f"some tree is faster than every chain {told}")
     if plan["extrapolated"]:
         console.print(
-            "some of these sizes lie beyond the trees that were timed: their times are "
-            "extrapolated"
+            "some of these trees are larger or deeper than all that were timed: their "
+            "times are extrapolated"
         )
 
 

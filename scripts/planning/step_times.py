@@ -26,10 +26,15 @@ SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Step times of the batches that were measured, in between by straight lines."""
+    """Step times of the batches that were measured, in between by straight lines.
+
+    `deepest` is the depth of the deepest tree that was timed at every batch: what a
+    level of drafting costs beyond it, is a guess.
+    """
 
     batches: tuple[int, ...]
     fits: tuple[planning.StepTimes, ...]
+    deepest: int
 
     def at(self, batch: int, nodes: int, depth: int) -> float:
         """Return the milliseconds of a step."""
@@ -45,9 +50,9 @@ class Table:
                 f"{self.batches[-1]} rows"
             )
 
-    def covers(self, nodes: int) -> bool:
-        """Return whether trees as large and as small were timed at every batch."""
-        return all(fit.covers(nodes) for fit in self.fits)
+    def covers(self, nodes: int, depth: int) -> bool:
+        """Return whether trees as large, as small and as deep were timed everywhere."""
+        return depth <= self.deepest and all(fit.covers(nodes) for fit in self.fits)
 
 
 def read(path: pathlib.Path, wanted: Mapping[str, Any]) -> tuple[Table, dict[str, Any]]:
@@ -113,4 +118,5 @@ def _table(path, entries) -> Table:
     except ValueError as error:
         raise ValueError(f"step-time {path}: {error}") from None
     batches = sorted(fits)
-    return Table(tuple(batches), tuple(fits[batch] for batch in batches))
+    deepest = min(max(depth for _, depth, _ in points[batch]) for batch in batches)
+    return Table(tuple(batches), tuple(fits[batch] for batch in batches), deepest)

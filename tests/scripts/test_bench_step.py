@@ -22,6 +22,7 @@ from scripts.benching import (
     step_inject,
     step_program,
     step_run,
+    step_share,
     step_state,
     step_store,
 )
@@ -186,6 +187,27 @@ def run(tmp_path_factory):
         steptime=json.loads(files.steptime.read_text()),
         plot=files.plot,
     )
+
+
+def test_the_share_of_a_device_is_named_with_its_size():
+    whole = published.get("qwen3.5-397b-a17b")
+    assert step_share.parse("qwen3.5-397b-a17b/8") == ("qwen3.5-397b-a17b", 8)
+    for other in ("qwen3.5-397b-a17b", "qwen3.5-397b-a17b/x", "runs/8"):
+        assert step_share.parse(other) == (other, 1)
+    share = step_share.of(whole, 8)
+    assert (share.hidden_size, share.num_hidden_layers) == (4096, 60)
+    assert (share.linear_num_key_heads, share.linear_num_value_heads) == (2, 8)
+    assert (share.num_attention_heads, share.num_key_value_heads) == (4, 1)
+    assert (share.num_experts, share.num_experts_per_tok) == (64, 1)
+    assert step_share.of(whole, 1) == dataclasses.replace(whole, eos_token_ids=())
+    # Eight shares weigh what the model does, but for what each has whole.
+    sizes = [
+        sum(leaf.size for leaf in jax.tree.leaves(random_weights.graph(c, "bfloat16")))
+        for c in (whole, share)
+    ]
+    assert 1 < 8 * sizes[1] / sizes[0] < 1.02
+    with pytest.raises(ValueError, match="share is 3; vocab_size is 248320"):
+        step_share.of(whole, 3)
 
 
 def test_what_is_compiled_is_loop_step_once_a_point(run):

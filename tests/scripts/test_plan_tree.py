@@ -50,9 +50,12 @@ def law(batch, nodes, depth):
     return 10 + 0.01 * batch * nodes + 0.5 * depth
 
 
-def step_file(tmp_path, **changes):
+SHAPES = {"none": (1, 0), "1,1,1": (4, 3), "2,2,2": (15, 3), "3,3,3": (40, 3)}
+SHAPES["1,1,1,1"] = (5, 4)
+
+
+def step_file(tmp_path, shapes=SHAPES, **changes):
     """A file as bench_step.py merges it."""
-    shapes = {"none": (1, 0), "1,1,1": (4, 3), "2,2,2": (15, 3), "3,3,3": (40, 3)}
     entries = [
         SETTINGS
         | dict(batch=batch, tree=tree, accept=[], ms=law(batch, *shape))
@@ -120,6 +123,12 @@ def test_beyond_what_was_timed_is_said(results, tmp_path, capsys):
     times = step_file(tmp_path)
     assert run(results, "--nodes", "50", "--step-time", times) == 0
     assert "extrapolated" in capsys.readouterr().out
+    times.unlink()
+    flat = step_file(tmp_path, {"none": (1, 0), "2": (3, 1), "39": (40, 1)})
+    for depth, told in (("1", False), ("3", True)):
+        options = ("--nodes", "9", "--depth", depth, "--json")
+        assert run(results, *options, "--step-time", flat) == 0
+        assert json.loads(capsys.readouterr().out)["extrapolated"] is told
 
 
 def test_settings_have_to_be_chosen_where_they_differ(results, tmp_path, capsys):
