@@ -17,11 +17,9 @@ repeat those of the prompt, and so do the rows.
 With --mesh the step is spread over devices of one host: rows over `data`, heads over
 `tensor`, experts over `expert` and `tensor` (models/qwen3_5/sharding.py). Before it is
 timed, a layer has to verify the tree on the mesh as the reference does on one device
-(scripts/benching/step_gate.py). Then floor, peak, weights, bytes of a row, launches and
-time of kernels are those of one device, launches and time as means over the devices.
-No floor has what devices exchange in it, and a kernel that exchanges counts while it
-waits for the others: the wall time is what a step takes. Batch and tokens are of all
-devices.
+(scripts/benching/step_gate.py). Then floor, peak, weights and bytes of a row are those
+of one device, without what devices exchange; batch and tokens are of all. Times are the
+host's clock alone.
 
 A point is a model, tree, lifecycle, context, batch and mesh. Its row is in `--json` as
 soon as it is done, {"kind": "step", "point", "code", ...} with
@@ -34,7 +32,8 @@ soon as it is done, {"kind": "step", "point", "code", ...} with
     peak_bytes              arguments, results, temporaries of the step (XLA's count)
     device_peak_bytes       most that the process held so far (the allocator's count)
     parts                   with --parts, see scripts/bench_decode.py
-    devices, verify_error   with --mesh: how many; the relative error of a layer
+    devices, verify_error   with --mesh: how many; the relative error of a layer.
+                            device_ms and launches are null there
     problem                 where the device's memory ended, instead of times
 Steps compile side by side, --together of them, and are timed alone after that.
 A run that is started again leaves out the points whose row was made by the same code

@@ -29,6 +29,8 @@ TABLES = {
     steps.whole_steps: RESULTS,
     steps.against_the_chain: RESULTS,
     steps.largest_batches: RESULTS,
+    steps.two_devices: RESULTS,
+    steps.shares: RESULTS,
 }
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ def chains():
         if row["point"]["tree"] == "1,1,1"
         and row["point"]["model"] == "qwen3.5-35b-a3b"
         and row["point"]["state_dtype"] == "float32"
+        and "mesh" not in row["point"]
     }
 
 
@@ -61,6 +62,26 @@ def test_whole_steps_in_the_readme():
     assert f"deferred commit {one:.2f} and {many:.1f}" in words
     most, stored = (found[name, None]["largest"] for name in SCHEMES)
     assert f"{most} rows fit, {stored} with store-all" in words
+
+
+def test_two_devices_in_the_readme():
+    rows = files.read("nvidia-h200/step")["rows"]
+    ms = {
+        json.dumps(row["point"]): row["wall_ms"]["median"]
+        for row in rows
+        if row["kind"] == "step"
+    }
+    faster = {}
+    for row in rows:
+        if row["point"].get("mesh") == "tensor=2":
+            point = dict(row["point"])
+            del point["mesh"]
+            alone, both = ms[json.dumps(point)], row["wall_ms"]["median"]
+            faster[point["tree"], point["batch"]] = alone / both
+    many = [ratio for (_, batch), ratio in faster.items() if batch > 1]
+    words = " ".join(README.split())
+    assert f"{min(many):.2f} to {max(many):.2f} times as fast" in words
+    assert f"they are slower ({faster['1,1,1', 1]:.2f})" in words
 
 
 SCHEMES = ("reconstruct", "store-all")

@@ -2,8 +2,6 @@
 
 CUPTI counts the kernels of a program and nothing between them; copies that XLA makes
 by memcpy are not in its list. The host's clock counts everything, launches included.
-Of several devices CUPTI lists all kernels and does not say whose: means over devices
-are told, and a kernel that exchanges counts while it waits for the others, too.
 """
 
 import statistics
@@ -48,47 +46,15 @@ def kernels(call: Callable[[], Any], number: int) -> list[list[Kernel]]:
 
     Raises RuntimeError where nothing was recorded, or not the same for each call.
     """
-    recorded = _record(call, number)
-    if len(recorded) % number:
-        raise RuntimeError(f"CUPTI recorded {len(recorded)} kernels in {number} calls")
-    size = len(recorded) // number
-    return [recorded[first : first + size] for first in range(0, len(recorded), size)]
-
-
-def _record(call: Callable[[], Any], number: int) -> list[Kernel]:
-    """Return the kernels of `number` calls; RuntimeError where there are none."""
     _, recorded = profiler.measure(Calls(call, number), aggregate=False)()
-    if not recorded:
-        raise RuntimeError(f"CUPTI recorded 0 kernels in {number} calls")
-    return [(name, 1e3 * ms) for name, ms in recorded]
-
-
-class Mean(NamedTuple):
-    """Kernels of a call on one of several devices, on average.
-
-    Attributes:
-        us: microseconds of all kernels.
-        kernels: microseconds by name.
-        launches: how many.
-    """
-
-    us: float
-    kernels: dict[str, float]
-    launches: float
-
-
-def mean_kernels(call: Callable[[], Any], number: int, devices: int) -> Mean:
-    """Return the mean over `number` calls and the devices that each runs on.
-
-    Raises RuntimeError where nothing was recorded.
-    """
-    recorded, parts = _record(call, number), number * devices
-    sums = dict.fromkeys((name for name, _ in recorded), 0.0)
-    for name, us in recorded:
-        sums[name] += us
-    by_name = {name: round(us / parts, 3) for name, us in sums.items()}
-    launches = round(len(recorded) / parts, 2)
-    return Mean(sum(sums.values()) / parts, by_name, launches)
+    if not recorded or len(recorded) % number:
+        found = len(recorded or ())
+        raise RuntimeError(f"CUPTI recorded {found} kernels in {number} calls")
+    size = len(recorded) // number
+    return [
+        [(name, 1e3 * ms) for name, ms in recorded[first : first + size]]
+        for first in range(0, len(recorded), size)
+    ]
 
 
 def by_name(calls: list[list[Kernel]], runs: int) -> dict[str, float]:

@@ -102,7 +102,7 @@ def drafts() -> str:
         best = cell.get("best_width_tree")
         rows.append(
             [
-                f"`{cell['tree']}`",
+                f"`{cell['tree'].split('/')[-1]}`",
                 cell["drafter"],
                 f"{cell['temperature']:g}",
                 str(cell["nodes"]),

@@ -30,10 +30,8 @@ def memory_a_sequence() -> str:
 def whole_steps() -> str:
     """Milliseconds of whole steps of the 35B model beside their bytes."""
     rows = []
-    for row in sorted(_timed(), key=_order):
+    for row in sorted(_timed(MODEL), key=_order):
         point, device = row["point"], row["device_ms"]["median"]
-        if point["model"] != MODEL:
-            continue
         rows.append(
             [
                 f"`{point['tree']}`",
@@ -54,7 +52,7 @@ def whole_steps() -> str:
 def against_the_chain() -> str:
     """Tokens a second of each tree at the same batch; the best of a row in bold."""
     groups: dict[tuple, dict[str, float]] = {}
-    for row in sorted(_timed(), key=_order):
+    for row in sorted(_timed(*published.CONFIGS), key=_order):
         point = row["point"]
         if (point["commit"], point["state_dtype"]) == ("reconstruct", "float32"):
             found = groups.setdefault((point["model"], point["batch"]), {})
@@ -72,12 +70,52 @@ def _beside_chain(found: dict[str, float], tree: str, best: float) -> str:
         return ""
     text = f"{found[tree]:,.0f}"
     text = f"**{text}**" if found[tree] == best else text
-    chain = found.get(CHAIN)
-    return (
-        text
-        if chain is None or tree == CHAIN
-        else f"{text} ({found[tree] / chain:.2f})"
-    )
+    chain = max(found.get(chain, 0.0) for chain in CHAINS)
+    return f"{text} ({found[tree] / chain:.2f})" if chain != found[tree] else text
+
+
+def two_devices() -> str:
+    """Milliseconds of the 35B model's step on one H200 and spread over two."""
+    one, rows = {}, []
+    for row in _timed(MODEL):
+        one[_but_mesh(row)] = row
+    for row in sorted(_timed(MODEL, mesh="tensor=2"), key=_order):
+        point, wall = row["point"], row["wall_ms"]["median"]
+        alone = one[_but_mesh(row)]["wall_ms"]["median"]
+        rows.append(
+            [
+                f"`{point['tree']}`",
+                _lifecycle(point),
+                str(point["batch"]),
+                f"{alone:.2f}",
+                f"{wall:.2f} ({alone / wall:.2f})",
+                f"{row['floor_ms']:.2f}",
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['peak_bytes'] / 2**30:.1f}",
+                f"{row['verify_error']:.1e}",
+            ]
+        )
+    header = ["tree", "commit", "B", "one, ms", "two, ms", "floor of one of them, ms"]
+    header += ["tokens/s", "peak of one, GiB", "error of a layer"]
+    return files.markdown(header, rows)
+
+
+def shares() -> str:
+    """Milliseconds of a step of one device's share of the 397B model."""
+    rows = [
+        [
+            f"`{row['point']['tree']}`",
+            _lifecycle(row["point"]),
+            str(row["point"]["batch"]),
+            f"{row['device_ms']['median']:.2f}",
+            f"{row['floor_ms']:.2f}",
+            str(row["launches"]),
+            f"{row['peak_bytes'] / 2**30:.1f}",
+        ]
+        for row in sorted(_timed(SHARE), key=_order)
+    ]
+    header = ["tree", "commit", "B", "ms", "floor, ms", "launches", "peak, GiB"]
+    return files.markdown(header, rows)
 
 
 def largest_batches() -> str:
@@ -100,20 +138,36 @@ def largest_batches() -> str:
     return files.markdown(header, rows)
 
 
-MODEL, CHAIN = "qwen3.5-35b-a3b", "1,1,1"
-TREES = ("none", CHAIN, "2,2,1", "3,3,3")
+MODEL, SHARE = "qwen3.5-35b-a3b", "qwen3.5-397b-a17b/8"
+CHAINS = ("1,1,1", "1,1,1,1,1,1,1,1")
+TREES = ("none", *CHAINS, "2,2,1", "3,3,3", "2,1,1,1,1,1,1")
 
 
-def _timed() -> list[dict[str, Any]]:
-    rows = files.read("nvidia-h200/step")["rows"]
-    return [row for row in rows if row["kind"] == "step" and "problem" not in row]
+def _timed(*models: str, mesh: str | None = None) -> list[dict[str, Any]]:
+    """Return the rows of these models that have times, of one device or a mesh."""
+    return [
+        row
+        for row in files.read("nvidia-h200/step")["rows"]
+        if row["kind"] == "step" and "problem" not in row
+        if row["point"]["model"] in models and row["point"].get("mesh") == mesh
+    ]
+
+
+def _but_mesh(row: dict[str, Any]) -> tuple:
+    return tuple(str(x) for name, x in row["point"].items() if name != "mesh")
 
 
 def _order(row: dict[str, Any]) -> tuple:
     point = row["point"]
     tree = TREES.index(point["tree"])
-    size = list(published.CONFIGS).index(point["model"])
-    return size, point["batch"], tree, point["state_dtype"], point["commit"]
+    names = [*published.CONFIGS, SHARE]
+    return (
+        names.index(point["model"]),
+        point["batch"],
+        tree,
+        point["state_dtype"],
+        point["commit"],
+    )
 
 
 def _lifecycle(point: dict[str, Any]) -> str:

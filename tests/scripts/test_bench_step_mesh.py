@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.mosaic.gpu import profiler
 
 from scripts import bench_step
-from scripts.benching import step_mesh, step_report, step_run, step_store, timing
+from scripts.benching import step_mesh, step_report, step_run, step_store
 from tests import eight_devices
 
 RESULTS = eight_devices.ROOT / "scripts/results/nvidia-h200"
@@ -21,14 +21,16 @@ def test_steps_on_eight_devices():
 
 
 def test_points_of_one_device_are_written_as_before():
-    """Rows and entries that are kept are found again, and have no mesh."""
+    """Rows and entries that are kept are found again, those without a mesh, too."""
     rows = json.loads((RESULTS / "step.json").read_text())["rows"]
     store = step_store.Store(RESULTS / "step.json", {})
     for row in rows:
         fields = row["point"] | {"accept": tuple(row["point"]["accept"])}
         point = step_store.Point(**fields)
-        assert point.mesh is None and store._find(row["kind"], point) == row
-        spread = dataclasses.replace(point, mesh="tensor=2")
+        assert store._find(row["kind"], point) == row
+        if "mesh" in row["point"]:
+            continue
+        spread = dataclasses.replace(point, mesh="tensor=4")
         assert store._find(row["kind"], spread) is None
     entries = step_store.read_steptime(RESULTS / "steptime.json")
     assert len({step_store._key(entry) for entry in entries}) == len(entries)
@@ -56,44 +58,18 @@ def test_a_wrong_mesh_is_one_line(text, message, monkeypatch, capsys):
     assert message in error and error.count("\n") == 1
 
 
-@pytest.fixture
-def two_devices(monkeypatch):
-    """CUPTI as it lists kernels of two devices: those of a call are mixed."""
-
-    def measure(call, *, aggregate):
-        assert not aggregate
-
-        def recorded():
-            one = [("op", 0.002), ("all_reduce", 0.001)]
-            other = [("op", 0.002), ("all_reduce", 0.003)]
-            return call(), one * call._number + other * call._number
-
-        return recorded
-
+def test_on_several_devices_the_hosts_clock_alone_counts(monkeypatch):
+    """JAX's CUPTI client is not made for them: it is not to be called."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(profiler, "measure", measure)
-
-
-def test_kernels_of_several_devices_are_told_as_means(two_devices):
-    found = timing.mean_kernels(lambda: None, 5, 2)
-    assert found == (4.0, {"op": 2.0, "all_reduce": 2.0}, 2)
+    monkeypatch.setattr(profiler, "measure", lambda *_, **__: 1 / 0)
     clock, problems = step_report.clocked(lambda: jnp.ones(()), 2, devices=2)
-    assert problems == [] and clock.device_us == [pytest.approx(4)]
-    assert clock.launches == 2 and len(clock.host_us) == 2
+    assert problems == [] and clock.device_us == [] and clock.launches is None
+    assert len(clock.host_us) == 2
+    with pytest.raises(ZeroDivisionError):
+        step_report.clocked(lambda: jnp.ones(()), 2)
 
 
-def test_without_kernels_the_hosts_clock_is_left(two_devices, monkeypatch):
-    def measure(call, *, aggregate):
-        return lambda: (None, None)
-
-    monkeypatch.setattr(profiler, "measure", measure)
-    clock, problems = step_report.clocked(lambda: jnp.ones(()), 2, devices=2)
-    assert clock.device_us == [] and clock.us > 0
-    assert "CUPTI recorded 0 kernels" in problems[0]
-
-
-def test_the_wall_time_counts_on_a_mesh():
+def test_without_kernels_the_wall_time_counts():
     row = {"wall_ms": {"mean": 3}, "device_ms": {"mean": 2}}
     assert step_store.clock(row) == {"mean": 2}
-    assert step_store.clock(row | {"devices": 2}) == {"mean": 3}
     assert step_store.clock(row | {"device_ms": None}) == {"mean": 3}
