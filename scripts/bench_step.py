@@ -28,6 +28,7 @@ soon as it is done, {"kind": "step", "point", "code", ...} with
     tokens_per_s            rows * mean accept length / mean wall time
     launches, launches_per_layer   kernels a step (CUPTI)
     floor_bytes, floor_ms   by part (scripts/benching/step_floor.py), at the copy's rate
+    floor_flops             of products with weights
     floor_and_launches_ms   floor and 4 us a kernel: what one row can hope for
     peak_bytes              arguments, results, temporaries of the step (XLA's count)
     device_peak_bytes       most that the process held so far (the allocator's count)

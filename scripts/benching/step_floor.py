@@ -1,4 +1,6 @@
-"""Least bytes of a whole decode step, by formula: what is read and written once.
+"""Least bytes and flops of a whole decode step, by formula.
+
+Bytes are what is read and written once.
 
 With B rows, n nodes, d levels of drafts, a tokens accepted a step on average, S the
 bytes of a row's recurrent states, r those of a row's records:
@@ -17,12 +19,17 @@ bytes of a row's recurrent states, r those of a row's records:
 
 Logits and other activations are left out: a step that never wrote them would be right.
 
-On a mesh all bytes are those of one device: its parts of the weights, parts that each
+Flops are those of products with weights, two for a weight and a row that it meets; the
+recurrence, attention's scores and norms are left out. A tree of many nodes on many rows
+is bound by them.
+
+On a mesh all figures are those of one device: its parts of the weights, parts that each
 device has whole counted in full; its share of the experts, touched by the rows of its
 part of the batch; states, records and KV of its rows and heads. What the devices
 exchange is in no floor.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,7 +81,36 @@ def of_step(
     return found | {"total": sum(found.values())}
 
 
-def _by_kind(params: Any) -> dict[str, int]:
+def flops(
+    subject: step_program.Subject, params: Any, *, mesh: step_mesh.Mesh = None
+) -> int:
+    """Return the operations of a step's products with weights; see above.
+
+    Every node meets the dense weights, k of E experts and the output head. The draft
+    head runs for the drafted nodes that have children and for the accepted path, and
+    scores the former and the root.
+    """
+    subject = step_mesh.share(subject, mesh)
+    sizes, config = _by_kind(params, _elements), subject.config
+    drafting = [len(level) for level in getattr(subject.drafter, "levels", ())]
+    rows = subject.batch * subject.drafter.n_max
+    drafted = sum(_draft_rows(subject)) if drafting else 0
+    scored = rows + subject.batch * sum(drafting)
+    share = config.num_experts_per_tok / config.num_experts if config.is_moe else 0.0
+    head = sizes["embedding" if config.tie_word_embeddings else "head"]
+    met = rows * (sizes["dense"] + share * sizes["experts"]) + scored * head
+    met += drafted * (sizes["draft"] + share * sizes["draft_experts"])
+    return round(2 * met)
+
+
+def _elements(leaf: Any) -> int:
+    """Return the elements of a device's part of a matrix."""
+    return step_mesh.shard_bytes(leaf) // leaf.dtype.itemsize if leaf.ndim > 1 else 0
+
+
+def _by_kind(
+    params: Any, size: Callable[[Any], int] = step_mesh.shard_bytes
+) -> dict[str, int]:
     """Return the bytes of the parameters on a device, by what reads them."""
     kinds = ("embedding", "head", "dense", "experts", "draft", "draft_experts")
     found = dict.fromkeys(kinds, 0)
@@ -86,7 +122,7 @@ def _by_kind(params: Any) -> dict[str, int]:
         )
         if "experts" in path:
             kind = "draft_experts" if kind == "draft" else "experts"
-        found[kind] += step_mesh.shard_bytes(leaf)
+        found[kind] += size(leaf)
     return found
 
 

@@ -313,6 +313,7 @@ def _row(point, held, built, clock, bytes_per_s) -> dict[str, Any]:
         "launches": launches,
         "launches_per_layer": launches and launches / layers,
         "floor_bytes": floor,
+        "floor_flops": step_floor.flops(subject, held.params, mesh=held.mesh),
         "floor_ms": floor_ms,
         "floor_and_launches_ms": launches and floor_ms + 1e-3 * LAUNCH_US * launches,
         "copy_bytes_per_s": bytes_per_s,

@@ -1,8 +1,10 @@
 """Tables of whole decode steps: time, memory, and what was compiled."""
 
+import functools
 from typing import Any
 
-from models.qwen3_5 import published
+from models.qwen3_5 import published, random_weights
+from scripts.benching import step_floor, step_run, step_store
 from scripts.result_tables import files
 from treewy_jax import memory
 
@@ -28,7 +30,7 @@ def memory_a_sequence() -> str:
 
 
 def whole_steps() -> str:
-    """Milliseconds of whole steps of the 35B model beside their bytes."""
+    """Milliseconds of whole steps of the 35B model beside their bytes and flops."""
     rows = []
     for row in sorted(_timed(MODEL), key=_order):
         point, device = row["point"], row["device_ms"]["median"]
@@ -39,14 +41,41 @@ def whole_steps() -> str:
                 point["state_dtype"],
                 str(point["batch"]),
                 f"{device:.2f}",
-                f"{row['floor_ms']:.2f} ({device / row['floor_ms']:.2f})",
+                *_floors(row),
                 str(row["launches"]),
                 f"{row['tokens_per_s']:,.0f}",
                 f"{row['peak_bytes'] / 2**30:.1f}",
             ]
         )
-    header = ["tree", "commit", "S", "B", "ms", "floor, ms", "launches"]
+    header = ["tree", "commit", "S", "B", "ms", *FLOORS, "launches"]
     return files.markdown([*header, "tokens/s", "peak, GiB"], rows)
+
+
+FLOORS = ("bytes, ms", "flops, ms", "times the larger")
+
+
+def _floors(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the floors of a row of one device, and what the step takes of them."""
+    rate = files.read("nvidia-h200/kernels")["rates"]["flops_per_s"]
+    by_bytes, by_flops = row["floor_ms"], 1e3 * _flops(row["point"]) / rate
+    times = row["device_ms"]["median"] / max(by_bytes, by_flops)
+    return f"{by_bytes:.2f}", f"{by_flops:.2f}", f"{times:.2f}"
+
+
+def _flops(fields: dict[str, Any]) -> int:
+    """Return the flops of a step, from its shapes: older rows do not have them."""
+    point = step_store.Point(**fields)
+    config, graphdef, shapes = _model(point)
+    subject = step_run.subject_of(point, config, graphdef, shapes)
+    return step_floor.flops(subject, shapes)
+
+
+def _model(point: step_store.Point) -> tuple[Any, Any, Any]:
+    config = step_run.config_of(point)
+    return config, *_graph(config, point.dtype)
+
+
+_graph = functools.cache(random_weights.graph)
 
 
 def against_the_chain() -> str:
@@ -95,7 +124,7 @@ def two_devices() -> str:
                 f"{row['verify_error']:.1e}",
             ]
         )
-    header = ["tree", "commit", "B", "one, ms", "two, ms", "floor of one of them, ms"]
+    header = ["tree", "commit", "B", "one, ms", "two, ms", "bytes of one, ms"]
     header += ["tokens/s", "peak of one, GiB", "error of a layer"]
     return files.markdown(header, rows)
 
@@ -108,13 +137,13 @@ def shares() -> str:
             _lifecycle(row["point"]),
             str(row["point"]["batch"]),
             f"{row['device_ms']['median']:.2f}",
-            f"{row['floor_ms']:.2f}",
+            *_floors(row),
             str(row["launches"]),
             f"{row['peak_bytes'] / 2**30:.1f}",
         ]
         for row in sorted(_timed(SHARE), key=_order)
     ]
-    header = ["tree", "commit", "B", "ms", "floor, ms", "launches", "peak, GiB"]
+    header = ["tree", "commit", "B", "ms", *FLOORS, "launches", "peak, GiB"]
     return files.markdown(header, rows)
 
 

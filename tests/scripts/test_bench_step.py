@@ -360,6 +360,11 @@ def test_floors_by_hand():
     assert floor["conv"] == 2 * 2 * 3 * 64 * 2
     assert floor["kv"] == round(2 * kv * (96 + 2.3))
     assert floor["total"] == sum(v for k, v in floor.items() if k != "total")
+    norms = 2 * 16
+    met = 2 * 5 * (2 * mlp + gdn + attention - norms)
+    met += 2 * (5 + 1 + 2) * vocabulary * hidden  # the root and two drafts draft
+    met += 2 * (2 + 3) * (2 * hidden * hidden + attention - norms + mlp)
+    assert step_floor.flops(found, params) == 2 * met
 
 
 @pytest.mark.parametrize(
@@ -378,6 +383,19 @@ def test_states_move_as_often_as_the_lifecycle_says(name, moves, records):
     assert floor["state"] == round(2 * moves * 4 * 8 * 8 * 4)
     assert floor["history"] == round(2 * records * record)
     assert step_floor.scheme_of(found.build.lifecycle) == name
+
+
+def test_a_node_meets_the_experts_of_its_token():
+    config = dataclasses.replace(EXPERTS, num_hidden_layers=4)
+    one, two = (
+        step_floor.flops(found, found.build.params(found.weights()))
+        for found in (
+            subject(dataclasses.replace(config, num_experts_per_tok=picks), tree="none")
+            for picks in (1, 2)
+        )
+    )
+    expert = 3 * config.hidden_size * config.moe_intermediate_size
+    assert two - one == 2 * 2 * 4 * expert  # rows, flops and layers
 
 
 def test_busy_experts_are_fewer():
