@@ -14,11 +14,11 @@ compile-check-next` those of the next JAX. Numbers and speed are not checked.
 With --model it is the decode step `treewy_jax.loop.step` of a published size, with its
 state donated, spread over the devices of --target. Printed are the bytes of a device by
 part, store-all's beside those of the lifecycles asked for, of each --tree; and whether
-a weight, state or KV is copied whole. Of the first --layers only, the peak of all of
-them is that of the program and what the other layers keep, by formula. Exit status 1
-then says that a lifecycle asked for does not compile, needs more memory than the device
-has, copies one of those, holds more temporaries than scripts/compiling/model_check.py
-allows, or grows with the tree by more than it does.
+a weight, state or KV is copied whole or put together from all devices. Of the first
+--layers only, the peak of all of them is that of the program and what the other layers
+keep, by formula. Exit status 1 then says that a lifecycle asked for does not compile,
+needs more memory than the device has, copies one of those, holds more temporaries than
+scripts/compiling/model_check.py allows, or grows with the tree by more than it does.
 """
 
 import concurrent.futures

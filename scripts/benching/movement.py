@@ -93,7 +93,7 @@ def _walk(computations, name: str, times: int) -> Iterator[Move]:
 
 def _only_moves(lines: list[Line]) -> bool:
     """Tell whether no float is computed; numbers of rows may be."""
-    floats = {line.opcode for line in lines if _nbytes(line.shape)}
+    floats = {line.opcode for line in lines if nbytes(line.shape)}
     return bool(floats & MOVES) and floats <= MOVES | SILENT
 
 
@@ -108,11 +108,11 @@ def _move(line: Line, inner: list[Line], times: int) -> Move:
     written = updates or roots
     source = re.search(r'op_name="([^"]*)"', line.text)
     shape = ", ".join(f"{kind}[{sizes}]" for kind, sizes in ARRAY.findall(written[0]))
-    nbytes = sum(map(_nbytes, written))
-    return Move(line.name, shape, nbytes, times, source[1] if source else "")
+    size = sum(map(nbytes, written))
+    return Move(line.name, shape, size, times, source[1] if source else "")
 
 
-def _nbytes(shape: str) -> int:
+def nbytes(shape: str) -> int:
     """Return the bytes of the floats in a shape; single numbers count as none."""
     total = 0
     for kind, sizes in ARRAY.findall(shape):

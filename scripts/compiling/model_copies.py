@@ -13,6 +13,8 @@ HLO = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 ON_CHIP = "S(1)"
 PALLAS = re.compile(r'custom_call_target="[^"]*(?:triton|mosaic|tpu_custom_call)')
 OP_NAME = re.compile(r'op_name="([^"]*)"')
+GATHERED = "an all-gather"
+GATHER = re.compile(r" = (.*?) all-gather(?:-start)?\(")
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)"
     r"(?:-start)?\("
@@ -66,8 +68,31 @@ def whole(program: str, arrays: Mapping[str, Sequence[Any]]) -> list[Copy]:
     ]
 
 
-def _key_of(leaf) -> tuple:
-    shape = leaf.sharding.shard_shape(leaf.shape)
+def gathered(program: str, arrays: Mapping[str, Sequence[Any]]) -> list[Copy]:
+    """Return the all-gathers that put a spread array together on every device.
+
+    The arguments are those of `whole`; one found in a loop counts once.
+    """
+    kinds: dict[tuple, list[str]] = {}
+    for kind, leaves in arrays.items():
+        spread = [x for x in leaves if x.sharding.shard_shape(x.shape) != x.shape]
+        for key in {_key_of(leaf, leaf.shape) for leaf in spread}:
+            kinds.setdefault(key, []).append(kind)
+    shapes = [
+        shape.group()
+        for line in GATHER.finditer(program)
+        for shape in movement.ARRAY.finditer(line[1])
+    ]
+    large = [x for x in shapes if _key(x) in kinds and movement.nbytes(x) >= LEAST]
+    counts = collections.Counter(large)
+    return [
+        Copy(tuple(kinds[_key(shape)]), shape, movement.nbytes(shape), times, GATHERED)
+        for shape, times in counts.items()
+    ]
+
+
+def _key_of(leaf, shape=None) -> tuple:
+    shape = shape or leaf.sharding.shard_shape(leaf.shape)
     return HLO.get(leaf.dtype.name, leaf.dtype.name), *sorted(n for n in shape if n > 1)
 
 

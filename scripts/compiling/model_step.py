@@ -68,7 +68,7 @@ class Result:
         whole_peak: the peak with all layers, where some are left out: see
             `kept_by_more_layers`.
         limit: bytes of the device.
-        copies: weights, states or KV that the program copies whole.
+        copies: weights, states or KV that the program copies or gathers whole.
         kernels, collectives: how many of each kind the program holds.
         trace_s, compile_s: seconds.
         problem: what the compiler said.
@@ -274,7 +274,10 @@ def _compile(host, mesh, subject, arguments, result: Result) -> Result:
         result,
         temporaries=sizes.temp_size_in_bytes,
         peak=held - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes,
-        copies=tuple(model_copies.whole(text, arrays)),
+        copies=(
+            *model_copies.whole(text, arrays),
+            *model_copies.gathered(text, arrays),
+        ),
         kernels=model_copies.kernels(text),
         collectives=model_copies.collectives(text),
         trace_s=traced_at - begin,

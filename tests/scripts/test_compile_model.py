@@ -33,6 +33,16 @@ metadata={op_name="jit(step)/history_verify"}
 """
 
 
+GATHERS = """\
+ENTRY %main (a: f32[4,1]) -> f32[32,1] {
+  %all-gather.1 = f32[32,1]{1,0} all-gather(%a), dimensions={0}
+  %s.1 = ((f32[4,1]{1,0}), (f32[32,1]{1,0})) all-gather-start(%a), dimensions={0}
+  %all-gather.2 = f32[16,2]{1,0} all-gather(%a), dimensions={0}
+  %sum.1 = f32[32,1]{1,0} all-reduce(%a), to_apply=%add
+}
+"""
+
+
 @pytest.fixture
 def compilers(monkeypatch):
     """Compilers that are there, for a host whose devices are a CPU's."""
@@ -197,6 +207,17 @@ def test_the_twin_without_a_copy_is_clean(other, any_size):
     assert model_copies.whole(PROGRAM, {"states": [other]}) == []
     no_copy = PROGRAM.replace(" copy(", " bitcast(")
     assert model_copies.whole(no_copy, {"states": [array(8, 4, 128, 128)]}) == []
+
+
+def test_an_array_put_together_on_every_device_is_found(any_size):
+    """Not one that is whole already, nor one of another dtype."""
+    spread_out = array(1, 32, where=spread({"tensor": 8}))
+    (found,) = model_copies.gathered(GATHERS, {"weights": [spread_out]})
+    assert (found.kinds, found.times) == (("weights",), 2)
+    assert (found.shape, found.nbytes) == ("f32[32,1]", 4 * 32)
+    others = [array(32, 1), array(32, 8, where=spread({"tensor": 8}))]
+    others += [array(1, 32, dtype=jnp.bfloat16, where=spread({"tensor": 8}))]
+    assert model_copies.gathered(GATHERS, {"weights": others}) == []
 
 
 @pytest.mark.parametrize("scanned", [True, False])
