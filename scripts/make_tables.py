@@ -25,6 +25,7 @@ TABLES = {
     kernels.texts: RESULTS,
     kernels.peers: RESULTS,
     steps.compiled_peaks: RESULTS,
+    steps.compiled_by_batch: RESULTS,
     steps.steps: RESULTS,
     steps.whole_steps: RESULTS,
     steps.against_the_chain: RESULTS,

@@ -168,7 +168,8 @@ def largest_batches() -> str:
 
 
 MODEL, SHARE = "qwen3.5-35b-a3b", "qwen3.5-397b-a17b/8"
-CHAINS = ("1,1,1", "1,1,1,1,1,1,1,1")
+CHAIN = "1,1,1"
+CHAINS = (CHAIN, "1,1,1,1,1,1,1,1")
 TREES = ("none", *CHAINS, "2,2,1", "3,3,3", "2,1,1,1,1,1,1")
 
 
@@ -212,6 +213,20 @@ def compiled_peaks() -> str:
     sizes = (4, 15, 40)
     rows = [[name, *(found[name].get(n, "") for n in sizes)] for name in found]
     return files.markdown(["GiB a device", *(f"n = {n}" for n in sizes)], rows)
+
+
+def compiled_by_batch() -> str:
+    """Peak bytes a device of the 397B model's step on H200s, by batch and tree."""
+    found: dict[tuple[int, str], dict[str, str]] = {}
+    for row in files.read("compiled/qwen3.5-397b-a17b_H200x8")["rows"]:
+        cells = found.setdefault((row["batch"], row["commit"]), {})
+        cells[row["tree"]] = f"{row['peak'] / 2**30:.1f}"
+    trees = ("none", CHAIN, "3,3,3")
+    rows = [
+        [str(batch), name, *(cells[tree] for tree in trees)]
+        for (batch, name), cells in found.items()
+    ]
+    return files.markdown(["B", "GiB a device", *(f"`{tree}`" for tree in trees)], rows)
 
 
 def steps() -> str:
