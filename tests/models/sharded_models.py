@@ -12,8 +12,8 @@ from flax import nnx
 
 import models
 from models.qwen3_5 import config as config_lib
+from models.qwen3_5 import layers, weights
 from models.qwen3_5 import model as model_lib
-from models.qwen3_5 import weights
 from pallas_kernels.grouped_matmul import op as grouped_matmul
 from tests.models import golden
 from treewy_jax import commit, generate, loop, mesh
@@ -230,6 +230,27 @@ def test_a_spread_model_is_not_saved(folder, tmp_path):
     with pytest.raises(ValueError, match="spread over 8 devices"):
         weights.save_checkpoint(model.params, model.config, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def looked_up(text, tokens):
+    """Look tokens up in a table that is spread; returns rows, and what they are."""
+    table = jax.random.normal(jax.random.key(0), (64, 8), jnp.bfloat16)
+    where = mesh.make(text)
+    spread = jax.device_put(table, jax.NamedSharding(where, jax.P("tensor")))
+    with mesh.use(where):
+        rows = jax.jit(lambda *both: layers.look_up(*both))(spread, tokens)  # anew
+    return np.asarray(rows), np.asarray(table[tokens])
+
+
+@pytest.mark.parametrize("text", ["tensor=8", "data=2,tensor=4"])
+def test_tokens_are_looked_up_where_they_lie(text, monkeypatch):
+    """To the bit; the twin that does not add the devices' rows up is seen."""
+    tokens = jnp.asarray([[0, 63, 7, 8], [31, 32, 5, 5]])
+    for few in (tokens, tokens[:, 1:2]):
+        np.testing.assert_array_equal(*looked_up(text, few))
+    monkeypatch.setattr(layers.sharding, "total", lambda x, axes: x)
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(*looked_up(text, tokens))
 
 
 @pytest.mark.parametrize("variant", ["dense"])

@@ -50,8 +50,10 @@ def law(batch, nodes, depth):
     return 10 + 0.01 * batch * nodes + 0.5 * depth
 
 
-SHAPES = {"none": (1, 0), "1,1,1": (4, 3), "2,2,2": (15, 3), "3,3,3": (40, 3)}
-SHAPES["1,1,1,1"] = (5, 4)
+SHAPES = {
+    "none": (1, 0), "1,1,1": (4, 3), "1,1,1,1": (5, 4),
+    "2,2,2": (15, 3), "3,3,3": (40, 3),
+}  # fmt: skip
 
 
 def step_file(tmp_path, shapes=SHAPES, **changes):
