@@ -80,17 +80,17 @@ class MoE(nnx.Module):
     def parts(self, x: Float[Array, "B T H"]) -> Float[Array, "B T *parts H"]:
         """Return the rows of `self(x)`, or what `layers.add_and_norm` adds up to them.
 
-        The latter on a GPU where the shared expert runs together with the others.
+        The latter where one device runs all experts, by a kernel.
         """
-        alike, size = self._alike(), x.shape[-1]
-        rows = x.reshape(-1, size)
-        slots = self.gate.top_k + 1
-        together = sharding.active() is None and alike is not None
-        if not together or not residual_norm.adds_up(len(rows), slots, size, x.dtype):
+        size = x.shape[-1]
+        rows, slots = x.reshape(-1, size), self.gate.top_k + 1
+        kernel = residual_norm.adds_up(len(rows), slots, size, x.dtype)
+        if sharding.active() is not None or not kernel:
             return self(x)
         weights, experts = self.gate(rows)
         matrices = self.experts.gate_up_proj[...], self.experts.down_proj[...]
-        parts = grouped_matmul.swiglu_parts(rows, *matrices, experts, weights, alike)
+        shared = self._shared()
+        parts = grouped_matmul.swiglu_parts(rows, *matrices, experts, weights, shared)
         return parts.reshape(*x.shape[:2], -1, size)
 
     def _mix(
@@ -108,29 +108,23 @@ class MoE(nnx.Module):
         weights, experts = self.gate(rows)
         if over:
             experts = self._own(experts, over)
-        alike = self._alike() if over == inner_over else None
-        if alike is not None:
-            mixed = sharding.total(self._run(rows, experts, weights, alike), over)
-            return mixed.reshape(x.shape)
+        if over == inner_over:
+            mixed = self._run(rows, experts, weights, self._shared())
+            return sharding.total(mixed, over).reshape(x.shape)
         routed = self._run(rows, experts, weights[:, :-1])
         shared = weights[:, -1:].astype(x.dtype) * self.shared_expert(rows)
-        if over == inner_over:
-            mixed = sharding.total(routed + shared, over)
-        else:
-            mixed = sharding.total(routed, over) + sharding.total(shared, inner_over)
+        mixed = sharding.total(routed, over) + sharding.total(shared, inner_over)
         return mixed.reshape(x.shape)
 
-    def _run(self, rows, experts, weights, alike=None):
-        """Run rows through their experts, and through the one of `_alike`."""
+    def _run(self, rows, experts, weights, shared=None):
+        """Run rows through their experts, and all through the shared one if given."""
         matrices = self.experts.gate_up_proj[...], self.experts.down_proj[...]
-        return grouped_matmul.swiglu_experts(rows, *matrices, experts, weights, alike)
+        return grouped_matmul.swiglu_experts(rows, *matrices, experts, weights, shared)
 
-    def _alike(self) -> tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None:
-        """Return the shared expert if it is of the size of the others, on a device."""
+    def _shared(self) -> tuple[Float[Array, "H S2"], Float[Array, "S H"]]:
+        """Return the shared expert's matrices: the columns of it that are here."""
         gate_up = self.shared_expert.gate_up_proj[...]
         down = self.shared_expert.down_proj.kernel[...]
-        if down.shape != self.experts.down_proj.shape[1:]:
-            return None
         return gate_up.reshape(len(gate_up), -1), down
 
     def _own(

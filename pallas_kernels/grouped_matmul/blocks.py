@@ -6,6 +6,7 @@ The blocks of the shared expert, which takes all tokens, come before the others.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,7 @@ def for_each(
     lists: tuple[Any, ...],
     *,
     spec: specs.Spec,
-    rows: int,
+    config: configs.Config,
 ) -> None:
     """Call `body` for the block of this program, the second number of the grid.
 
@@ -71,7 +72,7 @@ def for_each(
         latter has a leading axis of one, and is None without a shared expert.
       lists: references to the inputs of `Blocks`.
     """
-    block, shared = pl.program_id(1), 0
+    block, shared, rows = pl.program_id(1), 0, config.rows
     if alike is not None:
         shared = pl.cdiv(spec.tokens, rows)
 
@@ -81,19 +82,25 @@ def for_each(
             row = token * spec.slots + spec.per_token
             body(alike, 0, row, token < spec.tokens)
 
+    def run(expert, pair, count):
+        token, choice = pair // spec.per_token, pair % spec.per_token
+        live = lax.iota(jnp.int32, len(pair)) < count
+        body(matrices, expert, token * spec.slots + choice, live)
+
     @pl.when(block >= shared)
     def _():
-        take = _searched if len(lists) == 1 else _listed
-        expert, pair, count = take(*lists, block - shared, spec=spec, rows=rows)
+        if len(lists) == 1:
+            found = _searched(*lists, block - shared, spec=spec, rows=rows)
+            pl.when(found[-1] > 0)(lambda: run(*found))
+            return
+        count = lists[1][block - shared, routes.COUNT]
+        # A tile for each range of counts: the tensor cores compute empty rows, too.
+        for size, less in zip(config.tiles, (*config.tiles[1:], 0), strict=True):
+            listed = functools.partial(_listed, *lists, block - shared, rows=size)
+            pl.when((less < count) & (count <= size))(lambda f=listed: run(*f()))
 
-        @pl.when(count > 0)
-        def _():
-            token, choice = pair // spec.per_token, pair % spec.per_token
-            live = lax.iota(jnp.int32, rows) < count
-            body(matrices, expert, token * spec.slots + choice, live)
 
-
-def _listed(order, blocks, block, *, spec, rows):
+def _listed(order, blocks, block, *, rows):
     """Return expert, pairs and their number from the list."""
     count = blocks[block, routes.COUNT]
     slot = blocks[block, routes.START] + lax.iota(jnp.int32, rows)

@@ -1,6 +1,7 @@
 """How the expert layer is cut: explicit, else tuned, else heuristic."""
 
 import dataclasses
+import math
 import pathlib
 
 from pallas_kernels import tuning
@@ -15,6 +16,8 @@ class Config:
 
     Attributes:
       rows: rows of a block.
+      least_rows: of a listed block with fewer rows the tile is halved as long as it
+        holds them, down to so many; None: it is not.
       up_columns, up_depth: columns of gate and of up that a program makes, and of x
         that it reads at a time.
       up_warps, up_stages: warps of such a GPU program, tiles it loads ahead.
@@ -35,6 +38,15 @@ class Config:
     down_stages: int = 4
     weights_first: bool = False
     searched: int = 512
+    least_rows: int | None = None
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """Rows of the tiles that a block is computed in, the largest first."""
+        found = [self.rows]
+        while self.least_rows is not None and found[-1] > self.least_rows:
+            found.append(found[-1] // 2)
+        return tuple(found)
 
 
 def choose(
@@ -47,7 +59,14 @@ def choose(
     if explicit is not None:
         return _checked(spec, explicit)
     tuned = tuning.lookup(TUNED, device_kind, spec)
-    return heuristic(spec, platform) if tuned is None else Config(**tuned)
+    if tuned is None:
+        return heuristic(spec, platform)
+    config = Config(**tuned)
+    # The shared expert may be narrower than those it was tuned for.
+    fitting = {
+        name: divisor(size, getattr(config, name)) for name, size in _cuts(spec).items()
+    }
+    return dataclasses.replace(config, **fitting)
 
 
 def heuristic(spec: specs.Spec, platform: str) -> Config:
@@ -63,16 +82,18 @@ def heuristic(spec: specs.Spec, platform: str) -> Config:
     # float32 takes twice the bytes. Few pairs make few programs: smaller tiles.
     narrow = spec.expert_dtype == "float32"
     depth = 32 if narrow else 64
+    inner = _cuts(spec)["up_columns"]
     return Config(
         rows=rows,
-        up_columns=divisor(spec.inner, 64 if narrow or spec.pairs <= 64 else 128),
+        up_columns=divisor(inner, 64 if narrow or spec.pairs <= 64 else 128),
         up_depth=divisor(spec.hidden, depth),
         down_columns=divisor(spec.hidden, 128),
-        down_depth=divisor(spec.inner, depth),
+        down_depth=divisor(inner, depth),
         up_warps=warps,
         up_stages=stages,
         down_warps=warps,
         down_stages=stages,
+        least_rows=64 if rows == 128 else None,
     )
 
 
@@ -81,13 +102,19 @@ def divisor(size: int, most: int) -> int:
     return min(most, size & -size)
 
 
+def _cuts(spec: specs.Spec) -> dict[str, int]:
+    """Return what each tile has to divide, by its name in `Config`."""
+    inner = math.gcd(spec.inner, spec.shared)
+    return dict(
+        up_columns=inner,
+        up_depth=spec.hidden,
+        down_columns=spec.hidden,
+        down_depth=inner,
+    )
+
+
 def _checked(spec: specs.Spec, config: Config) -> Config:
-    for name, size in (
-        ("up_columns", spec.inner),
-        ("up_depth", spec.hidden),
-        ("down_columns", spec.hidden),
-        ("down_depth", spec.inner),
-    ):
+    for name, size in _cuts(spec).items():
         tile = getattr(config, name)
         if tile < 1 or size % tile:
             raise ValueError(f"{name} is {tile}; a divisor of {size} is allowed")
@@ -96,4 +123,7 @@ def _checked(spec: specs.Spec, config: Config) -> Config:
             raise ValueError(
                 f"{name} is {getattr(config, name)}; {least} or more is allowed"
             )
+    least = config.least_rows
+    if least is not None and not 1 <= least <= config.rows:
+        raise ValueError(f"least_rows is {least}; 1 to {config.rows} is allowed")
     return config

@@ -29,7 +29,7 @@ def swiglu_experts(
     down: Float[Array, "E I H"],
     experts: Int[Array, "T k"],
     weights: Float[Array, "T K"],
-    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
+    shared: tuple[Float[Array, "H S2"], Float[Array, "S H"]] | None = None,
     *,
     impl: str | None = None,
     config: configs.Config | None = None,
@@ -47,7 +47,8 @@ def swiglu_experts(
       experts: 0 <= e; a token may name an expert twice. E or more names none: the
         choice adds nothing and no row is computed for it.
       weights: of each choice; of the shared expert in one more column.
-      shared: gate_up and down of an expert of the same size that all tokens go to.
+      shared: gate_up and down of one more expert, narrower or wider than the others,
+        that all tokens go to.
       impl: name of an implementation; None or "auto" takes the best that runs here.
       config: how a kernel is cut; None takes the tuned or guessed one.
 
@@ -64,7 +65,7 @@ def swiglu_parts(
     down: Float[Array, "E I H"],
     experts: Int[Array, "T k"],
     weights: Float[Array, "T K"],
-    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
+    shared: tuple[Float[Array, "H S2"], Float[Array, "S H"]] | None = None,
     *,
     impl: str | None = None,
     config: configs.Config | None = None,

@@ -38,7 +38,7 @@ def swiglu_experts(
     down: Float[Array, "E I H"],
     experts: Int[Array, "T k"],
     weights: Float[Array, "T K"],
-    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
+    shared: tuple[Float[Array, "H S2"], Float[Array, "S H"]] | None = None,
 ) -> Float[Array, "T H"]:
     """Run every row through its K experts and add them up by weight.
 
@@ -61,7 +61,7 @@ def swiglu_parts(
     down: Float[Array, "E I H"],
     experts: Int[Array, "T k"],
     weights: Float[Array, "T K"],
-    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
+    shared: tuple[Float[Array, "H S2"], Float[Array, "S H"]] | None = None,
 ) -> Float[Array, "T K H"]:
     """Return what `swiglu_experts` adds up for each row, the shared expert's last."""
     parts = _by_choice(x, gate_up, down, experts)

@@ -16,7 +16,8 @@ class Spec:
       experts: matrices in the stack.
       hidden, inner: columns of x, and of an expert's intermediate.
       input_dtype, expert_dtype: names of the dtypes of x and of the matrices.
-      shared: whether one more expert of that size takes all tokens.
+      shared: columns of the intermediate of one more expert, which takes all tokens;
+        0: there is none.
     """
 
     tokens: int
@@ -26,7 +27,7 @@ class Spec:
     inner: int
     input_dtype: str
     expert_dtype: str
-    shared: bool = False
+    shared: int = 0
 
     @property
     def pairs(self) -> int:
@@ -36,7 +37,7 @@ class Spec:
     @property
     def slots(self) -> int:
         """Experts that each token goes to, the shared one among them."""
-        return self.per_token + self.shared
+        return self.per_token + (self.shared > 0)
 
     @property
     def touched(self) -> float:
@@ -55,15 +56,17 @@ class Spec:
         Their matrices and the shared expert's are read once, x and the routes are read,
         the output is written.
         """
-        matrices = 3 * self.hidden * self.inner * jnp.dtype(self.expert_dtype).itemsize
+        column = 3 * self.hidden * jnp.dtype(self.expert_dtype).itemsize
+        matrices = round((touched * self.inner + self.shared) * column)
         rows = 2 * self.tokens * self.hidden * jnp.dtype(self.input_dtype).itemsize
         routes = 4 * self.tokens * (self.per_token + self.slots)
-        return round((touched + self.shared) * matrices) + rows + routes
+        return matrices + rows + routes
 
     @property
     def flops(self) -> int:
         """Multiply-adds times two of the three products."""
-        return 6 * self.tokens * self.slots * self.hidden * self.inner
+        columns = self.per_token * self.inner + self.shared
+        return 6 * self.tokens * self.hidden * columns
 
 
 def make_spec(
@@ -75,11 +78,11 @@ def make_spec(
     inner: int,
     input_dtype: DTypeLike = "bfloat16",
     expert_dtype: DTypeLike | None = None,
-    shared: bool = False,
+    shared: int = 0,
 ) -> Spec:
     """Describe a call; `expert_dtype` None is that of the input.
 
-    Raises ValueError for a size below one and for more experts a token than there are.
+    Raises ValueError for a size below one; `shared` may be 0.
     """
     sizes = {
         "tokens": tokens,
@@ -91,6 +94,8 @@ def make_spec(
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}; 1 or more is allowed")
+    if shared < 0:
+        raise ValueError(f"shared is {shared}; 0 or more is allowed")
     return Spec(
         **sizes,
         input_dtype=jnp.dtype(input_dtype).name,
@@ -122,14 +127,15 @@ def spec_of(
         if array.ndim != rank:
             raise ValueError(f"{name} has shape {array.shape}; rank {rank} is allowed")
     (tokens, hidden), (count, inner) = x.shape, down.shape[:2]
+    columns = 0 if shared is None else shared[1].shape[0]
     matrices = [
         ("gate_up", gate_up, (count, hidden, 2 * inner)),
         ("down", down, (count, inner, hidden)),
     ]
     if shared is not None:
         matrices += [
-            ("shared gate_up", shared[0], (hidden, 2 * inner)),
-            ("shared down", shared[1], (inner, hidden)),
+            ("shared gate_up", shared[0], (hidden, 2 * columns)),
+            ("shared down", shared[1], (columns, hidden)),
         ]
     slots = experts.shape[1] + (shared is not None)
     routes = [
@@ -155,7 +161,7 @@ def spec_of(
         inner=inner,
         input_dtype=x.dtype,
         expert_dtype=gate_up.dtype,
-        shared=shared is not None,
+        shared=columns,
     )
 
 

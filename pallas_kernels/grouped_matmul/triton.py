@@ -28,7 +28,7 @@ def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str
     """
     return (
         refusals.device("gpu", platform, interpret=interpret)
-        or refusals.not_multiple(spec, LEAST_TILE, "hidden", "inner")
+        or refusals.not_multiple(spec, LEAST_TILE, "hidden", "inner", "shared")
         or specs.unsupported_dtype(spec)
     )
 
@@ -39,7 +39,7 @@ def swiglu_experts(
     down: Float[Array, "E I H"],
     experts: Int[Array, "T k"],
     weights: Float[Array, "T K"],
-    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
+    shared: tuple[Float[Array, "H S2"], Float[Array, "S H"]] | None = None,
     *,
     spec: specs.Spec,
     config: configs.Config | None = None,
@@ -60,7 +60,7 @@ def swiglu_parts(
     down: Float[Array, "E I H"],
     experts: Int[Array, "T k"],
     weights: Float[Array, "T K"],
-    shared: tuple[Float[Array, "H I2"], Float[Array, "I H"]] | None = None,
+    shared: tuple[Float[Array, "H S2"], Float[Array, "S H"]] | None = None,
     *,
     spec: specs.Spec,
     config: configs.Config | None = None,
@@ -76,13 +76,17 @@ def swiglu_parts(
 
 
 def _gate_up(x, matrices, found, *, spec, config):
-    """Return silu(gate x) * up x of every token and expert of it: [T slots, I]."""
+    """Return silu(gate x) * up x of every token and expert of it: [T slots, I].
+
+    I is that of the widest; beyond the end of a narrower one nothing is written.
+    """
+    width = max(spec.inner, spec.shared)
     [inner] = routes.launch(
         functools.partial(_gate_up_kernel, spec=spec, config=config),
         name="grouped_matmul_up",
-        grid=(spec.inner // config.up_columns, found.shared + found.routed),
+        grid=(width // config.up_columns, found.shared + found.routed),
         inputs=[(each, each.shape) for each in (x, *matrices)] + list(found.inputs),
-        outputs=[((spec.tokens * spec.slots, spec.inner), x.dtype)],
+        outputs=[((spec.tokens * spec.slots, width), x.dtype)],
         options=(config.up_warps, config.up_stages),
     )
     return inner
@@ -95,7 +99,7 @@ def _gate_up_kernel(x, *refs, spec, config):
     gate_up, alike, lists = _named(refs, spec)
 
     def body(matrices, expert, row, live):
-        token = row // spec.slots
+        token, size = row // spec.slots, matrices.shape[2] // 2
 
         def step(i, sums):
             rows = _gather(x, token, live, i * depth, depth)
@@ -105,16 +109,18 @@ def _gate_up_kernel(x, *refs, spec, config):
                     matrices[expert, pl.ds(i * depth, depth), pl.ds(column, columns)],
                     config.weights_first,
                 )
-                for column in (first, spec.inner + first)
+                for column in (first, size + first)
             )
             return tuple(a + b for a, b in zip(sums, products, strict=True))
 
-        zero = _zeros(config.rows, columns, config.weights_first)
-        gate, up = lax.fori_loop(0, spec.hidden // depth, step, (zero, zero))
-        value = gate * up / (1 + jnp.exp(-gate))
-        _scatter(inner, row, live, first, value, config.weights_first)
+        @pl.when(first < size)
+        def _():
+            zero = _zeros(len(row), columns, config.weights_first)
+            gate, up = lax.fori_loop(0, spec.hidden // depth, step, (zero, zero))
+            value = gate * up / (1 + jnp.exp(-gate))
+            _scatter(inner, row, live, first, value, config.weights_first)
 
-    blocks.for_each(body, gate_up, alike, lists, spec=spec, rows=config.rows)
+    blocks.for_each(body, gate_up, alike, lists, spec=spec, config=config)
 
 
 def _down(inner, matrices, weights, found, *, spec, config):
@@ -146,17 +152,18 @@ def _down_kernel(inner, scales, *refs, spec, config):
             tile = matrices[expert, pl.ds(i * depth, depth), pl.ds(first, columns)]
             return total + _product(rows, tile, config.weights_first)
 
-        zero = _zeros(config.rows, columns, config.weights_first)
-        total = lax.fori_loop(0, spec.inner // depth, step, zero)
+        zero = _zeros(len(row), columns, config.weights_first)
+        total = lax.fori_loop(0, matrices.shape[1] // depth, step, zero)
         value = total * (scale[None, :] if config.weights_first else scale[:, None])
         _scatter(by_slot, row, live, first, value, config.weights_first)
 
-    blocks.for_each(body, down, alike, lists, spec=spec, rows=config.rows)
+    blocks.for_each(body, down, alike, lists, spec=spec, config=config)
 
 
 def _named(refs, spec):
     """Return the experts' matrices, the shared expert's or None, and the lists."""
-    return refs[0], refs[1] if spec.shared else None, tuple(refs[1 + spec.shared :])
+    matrices, *rest = refs
+    return matrices, rest.pop(0) if spec.shared else None, tuple(rest)
 
 
 def _gather(ref, rows, live, first, size):

@@ -15,10 +15,14 @@ SIZES = {
     "35B-A3B": dict(experts=256, per_token=8, hidden=2048, inner=512),
     "397B-A17B": dict(experts=512, per_token=10, hidden=4096, inner=1024),
 }
-# A verified tree of 4 or 40 nodes, four of 40, a prompt; and both ends.
-TOKENS = (1, 4, 40, 160, 1024, 2048)
-# With the shared expert, as a model calls it.
+# A verified tree of 4 or 40 nodes, four of 40, a prompt; 128 trees of 40; both ends.
+TOKENS = (1, 4, 40, 160, 1024, 2048, 5120, 10240)
+# With the shared expert, as a model calls it: of one device, and of one of several.
 SHARED_TOKENS = (1, 4, 40)
+PARTS = {
+    "35B-A3B/2": dict(experts=128, per_token=4, hidden=2048, inner=512, shared=256),
+    "397B-A17B/8": dict(experts=64, per_token=1, hidden=4096, inner=1024, shared=128),
+}
 MATCH = ("experts", "hidden", "inner", "input_dtype", "tokens")
 # In bfloat16 every product and the output are rounded once.
 BOUNDS = {"bfloat16": 8e-3, "float32": 2e-6}
@@ -27,7 +31,8 @@ SMALL = (
     dict(tokens=1, per_token=1, experts=1, hidden=128, inner=128),
     dict(tokens=3, per_token=8, experts=40, hidden=256, inner=128),
     dict(tokens=39, per_token=3, experts=7, hidden=384, inner=256),
-    dict(tokens=5, per_token=2, experts=6, hidden=128, inner=128, shared=True),
+    dict(tokens=5, per_token=2, experts=6, hidden=128, inner=128, shared=128),
+    dict(tokens=21, per_token=2, experts=6, hidden=128, inner=128, shared=64),
 )
 SMALL_ROUTES = (
     dict(tokens=3, per_token=7, experts=7),
@@ -49,10 +54,10 @@ def cases() -> list[base.Case]:
     large += [
         _case(
             f"{model} T={tokens} bfloat16 shared",
-            specs.make_spec(tokens=tokens, shared=True, **sizes),
+            specs.make_spec(tokens=tokens, **sizes),
             ("bench", "compile"),
         )
-        for model, sizes in SIZES.items()
+        for model, sizes in _with_shared().items()
         for tokens in SHARED_TOKENS
     ]
     large += [
@@ -78,6 +83,13 @@ def cases() -> list[base.Case]:
         for dtype in BOUNDS
     ]
     return large + small + routes()
+
+
+def _with_shared() -> dict[str, dict[str, int]]:
+    whole = {
+        model: sizes | dict(shared=sizes["inner"]) for model, sizes in SIZES.items()
+    }
+    return whole | PARTS
 
 
 def routes() -> list[base.Case]:
@@ -168,8 +180,8 @@ def inputs(spec: specs.Spec, key: jax.Array) -> tuple[jax.Array, ...]:
     gate = jax.nn.sigmoid(jax.random.normal(keys[5], (spec.tokens, 1)))
     weights = jnp.concatenate([weights, gate], axis=-1)
     shared = (
-        normal(keys[6], (hidden, 2 * inner), hidden**-0.5),
-        normal(keys[7], (inner, hidden), inner**-0.5),
+        normal(keys[6], (hidden, 2 * spec.shared), hidden**-0.5),
+        normal(keys[7], (spec.shared, hidden), spec.shared**-0.5),
     )
     return x, gate_up, down, experts, weights, shared
 

@@ -188,18 +188,16 @@ def test_a_device_computes_rows_of_its_own_experts_only(folder, monkeypatch):
         np.testing.assert_allclose(output, found["tensor=1"][0], atol=1e-5)
 
 
-def test_a_part_of_the_shared_expert_that_is_of_the_size_of_the_others(
-    tmp_path, monkeypatch
-):
-    """It runs together with the experts of its device, alone it runs apart."""
-    width = 8 * WIDE.moe_intermediate_size
-    wider = dataclasses.replace(WIDE, shared_expert_intermediate_size=width)
-    folder, seen, outputs = save(wider, tmp_path), [], []
+@pytest.mark.parametrize(("width", "of_it"), [(24, 3), (20, None)])
+def test_the_shared_expert_of_a_device(width, of_it, tmp_path, monkeypatch):
+    """A part of it runs with the experts of its device; the whole of it runs apart."""
+    other = dataclasses.replace(WIDE, shared_expert_intermediate_size=width)
+    folder, seen, outputs = save(other, tmp_path), [], []
     x = jax.random.normal(jax.random.key(3), (2, 9, 64))
     real = grouped_matmul.swiglu_experts
 
     def noted(*arrays):
-        seen.append(arrays[-1] is not None)
+        seen.append(None if arrays[-1] is None else len(arrays[-1][1]))
         return real(*arrays)
 
     monkeypatch.setattr(grouped_matmul, "swiglu_experts", noted)
@@ -208,7 +206,7 @@ def test_a_part_of_the_shared_expert_that_is_of_the_size_of_the_others(
         layer = nnx.merge(model.graphdef, model.params).layers[0].mlp
         with mesh.use(model.mesh):
             outputs.append(np.asarray(jax.jit(layer)(x)))
-    assert seen == [False, True]
+    assert seen == [width, of_it]
     np.testing.assert_allclose(outputs[1], outputs[0], atol=1e-5)
 
 

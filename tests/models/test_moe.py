@@ -11,8 +11,8 @@ from flax import nnx
 from models.qwen3_5 import moe
 from tests.models import golden
 
-# The shared expert is of the size of the others, or of another one.
-WIDTHS = (16, 24)
+# The shared expert is of the size of the others, or narrower or wider.
+WIDTHS = (16, 8, 24)
 over_widths = pytest.mark.parametrize("width", WIDTHS)
 
 
@@ -57,7 +57,6 @@ def error(layer, x, expected):
 def test_every_token_meets_its_experts_and_the_shared_one(width):
     subject = layer(width)
     x = rows(subject)
-    assert (subject._alike() is not None) == (width == 16)
     assert error(subject, x, looped(subject, x)) < 1e-6
 
 
@@ -75,27 +74,33 @@ def test_broken_twins_fail(fault, width):
     assert error(subject, x, expected) > 1e-2
 
 
-def test_one_call_where_the_sizes_are_equal(monkeypatch):
-    """Both ways of computing the shared expert are one function."""
-    subject = layer(16)
+@over_widths
+def test_one_call_for_all_experts(width):
+    """The shared expert run alone, and then added, is the same function."""
+    subject = layer(width)
     x = rows(subject)
     together = jax.jit(lambda x: subject(x))(x)
-    monkeypatch.setattr(moe.MoE, "_alike", lambda self: None)
-    apart = jax.jit(lambda x: subject(x))(x)
-    np.testing.assert_allclose(together, apart, atol=1e-6)
+
+    @jax.jit
+    def apart(x):
+        weights, experts = subject.gate(x.reshape(-1, x.shape[-1]))
+        routed = subject._run(x.reshape(-1, x.shape[-1]), experts, weights[:, :-1])
+        shared = weights[:, -1:].reshape(*x.shape[:2], 1) * subject.shared_expert(x)
+        return routed.reshape(x.shape) + shared
+
+    np.testing.assert_allclose(together, apart(x), atol=1e-6)
 
 
 @over_widths
 def test_terms_for_a_kernel_that_adds_them_up(width, monkeypatch):
-    """One a choice and the shared expert's; none where that runs apart."""
+    """One a choice and the shared expert's."""
     subject = layer(width)
     x = rows(subject)
     assert np.array_equal(subject.parts(x), subject(x))  # no kernel runs here
     monkeypatch.setattr(moe.residual_norm, "adds_up", lambda *sizes: True)
     parts = jax.jit(lambda x: subject.parts(x))(x)
-    terms = (subject.gate.top_k + 1,) if width == 16 else ()
-    assert parts.shape == (*x.shape[:2], *terms, x.shape[-1])
-    added = jnp.sum(parts, axis=2) if terms else parts
+    assert parts.shape == (*x.shape[:2], subject.gate.top_k + 1, x.shape[-1])
+    added = jnp.sum(parts, axis=2)
     expected = looped(subject, x)
     assert np.linalg.norm(added - expected) / np.linalg.norm(expected) < 1e-6
 

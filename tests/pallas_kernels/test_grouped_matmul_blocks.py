@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels.grouped_matmul import blocks, op, reference, routes
+from pallas_kernels.grouped_matmul import blocks, op, reference, routes, triton
 from pallas_kernels.grouped_matmul import config as configs
 from pallas_kernels.grouped_matmul import spec as specs
 from tests.pallas_kernels import test_grouped_matmul as base
 
-SHARED = base.make_spec(shared=True)
+SHARED = base.make_spec(shared=base.INNER)
+# A device of several has a part of the shared expert, and whole ones of the others.
+NARROWER, WIDER = (base.make_spec(shared=width) for width in (32, 192))
+over_widths = pytest.mark.parametrize(
+    "spec", [SHARED, NARROWER, WIDER], ids=["equal", "narrower", "wider"]
+)
 SEARCHED = 512
 run = jax.jit(op.swiglu_experts, static_argnames=("impl", "config"))
 on_gpus = pytest.mark.skipif("triton" not in base.KERNELS, reason="a kernel of GPUs")
@@ -25,7 +30,7 @@ def inputs(spec, seed=0):
     arrays = base.inputs(spec, seed)
     if not spec.shared:
         return arrays
-    one = dataclasses.replace(spec, experts=1)
+    one = dataclasses.replace(spec, experts=1, inner=spec.shared)
     other = base.inputs(one, seed + 1)
     random = np.random.default_rng(seed)
     weights = np.asarray(random.random((spec.tokens, spec.slots)), spec.input_dtype)
@@ -34,15 +39,11 @@ def inputs(spec, seed=0):
 
 
 def looped(x, gate_up, down, weights, experts, shared):
-    """The shared expert is one more, which every token names."""
-    count, tokens = len(gate_up), len(x)
-    known = np.where(experts < count, experts, count + 1)
-    every = np.concatenate([known, np.full((tokens, 1), count)], axis=1)
-    stacked = (
-        np.concatenate([many, one[None]])
-        for many, one in zip((gate_up, down), shared, strict=True)
-    )
-    return base.looped(x, *stacked, weights, every)
+    """The shared expert is one of another stack, which every token names."""
+    stack = (matrix[None] for matrix in shared)
+    every = np.zeros((len(x), 1), np.int32)
+    alone = base.looped(x, *stack, weights[:, -1:], every)
+    return base.looped(x, gate_up, down, weights[:, :-1], experts) + alone
 
 
 def cut(spec, **changes):
@@ -54,16 +55,18 @@ def cut(spec, **changes):
 
 @base.over_impls
 @pytest.mark.parametrize("route", ["spread", "half of no expert", "one takes all"])
-def test_every_token_meets_the_shared_expert(route, impl):
-    arrays, experts = inputs(SHARED), base.routed(route)
+@over_widths
+def test_every_token_meets_the_shared_expert(spec, route, impl):
+    arrays, experts = inputs(spec), base.routed(route)
     output = base.call(arrays, experts, impl)
     assert base.relative(output, looped(**arrays, experts=experts)) < 1e-6
 
 
 @base.over_impls
-def test_it_is_seen_in_bfloat16_and_in_more_than_a_block(impl):
+@pytest.mark.parametrize("width", [32, 128])
+def test_it_is_seen_in_bfloat16_and_in_more_than_a_block(width, impl):
     spec = base.make_spec(
-        tokens=39, per_token=3, experts=7, input_dtype="bfloat16", shared=True
+        tokens=39, per_token=3, experts=7, input_dtype="bfloat16", shared=width
     )
     shape = (spec.tokens, spec.per_token)
     experts = np.random.default_rng(1).integers(0, 8, shape).astype(np.int32)
@@ -86,19 +89,21 @@ def test_tokens_of_no_other_expert_still_meet_it(impl):
 
 @base.over_impls
 @pytest.mark.parametrize("fault", ["weight", "matrices"])
-def test_a_wrong_shared_expert_is_seen(fault, impl):
-    arrays, experts = inputs(SHARED), base.routed("spread")
+@over_widths
+def test_a_wrong_shared_expert_is_seen(spec, fault, impl):
+    arrays, experts = inputs(spec), base.routed("spread")
     output = base.call(arrays, experts, impl)
     if fault == "weight":
         arrays["weights"] = np.roll(arrays["weights"], 1, axis=1)
     else:
-        arrays["shared"] = (arrays["gate_up"][0], arrays["down"][0])
+        arrays["shared"] = tuple(np.roll(each, 1) for each in arrays["shared"])
     assert base.relative(output, looped(**arrays, experts=experts)) > 1e-2
 
 
 @pytest.mark.parametrize("impl", base.KERNELS)
-def test_its_gradients_are_those_of_the_reference(impl):
-    arrays, experts = inputs(SHARED), jnp.asarray(base.routed("half of no expert"))
+@over_widths
+def test_its_gradients_are_those_of_the_reference(spec, impl):
+    arrays, experts = inputs(spec), jnp.asarray(base.routed("half of no expert"))
     expected = base.gradient(arrays, experts, "reference")
     found = base.gradient(arrays, experts, impl)
     leaves = jax.tree.leaves_with_path(expected)
@@ -114,9 +119,10 @@ parts_of = jax.jit(op.swiglu_parts, static_argnames=("impl", "config"))
 
 @base.over_impls
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_terms_add_up(dtype, impl):
+@over_widths
+def test_terms_add_up(spec, dtype, impl):
     """A term a choice, in their order, and the shared expert's behind them."""
-    spec = dataclasses.replace(SHARED, input_dtype=dtype, expert_dtype=dtype)
+    spec = dataclasses.replace(spec, input_dtype=dtype, expert_dtype=dtype)
     arrays, experts = inputs(spec), base.routed("spread")
     found = np.asarray(base.call(arrays, experts, impl, parts_of), np.float64)
     assert found.shape == (spec.tokens, spec.slots, spec.hidden)
@@ -162,7 +168,8 @@ def test_shapes_that_do_not_belong_together():
     gate_up, down = arrays["shared"]
     for shared, message in (
         ((gate_up[:, 1:], down), r"shared gate_up has shape .* \(128, 256\)"),
-        ((gate_up, down[1:]), r"shared down has shape .* \(128, 128\)"),
+        ((gate_up, down[1:]), r"shared gate_up has shape .* \(128, 254\)"),
+        ((gate_up, down[:, 1:]), r"shared down has shape .* \(128, 128\)"),
         ((gate_up, down.astype(jnp.bfloat16)), "shared down has dtype bfloat16"),
         (None, r"weights has shape \(9, 3\); \(9, 2\)"),
     ):
@@ -170,12 +177,31 @@ def test_shapes_that_do_not_belong_together():
             specs.spec_of(**arrays | {"shared": shared})
 
 
-def test_the_floor_counts_it():
-    one = dataclasses.replace(SHARED, shared=False)
-    matrices = 3 * base.HIDDEN * base.INNER * 4
+@over_widths
+def test_the_floor_counts_it(spec):
+    without = dataclasses.replace(spec, shared=0)
+    matrices = 3 * base.HIDDEN * spec.shared * 4
     routes_of_it = 4 * base.TOKENS
-    assert SHARED.bytes_moved - one.bytes_moved == matrices + routes_of_it
-    assert SHARED.flops / one.flops == 3 / 2
+    assert spec.bytes_moved - without.bytes_moved == matrices + routes_of_it
+    added = 6 * base.TOKENS * base.HIDDEN * spec.shared
+    assert spec.flops - without.flops == added
+
+
+def test_tiles_divide_a_narrow_shared_expert():
+    """Also where the tuned ones would not."""
+    sizes = dict(tokens=1024, per_token=8, experts=256, hidden=2048, inner=512)
+    for width, columns in ((512, 128), (64, 64)):
+        spec = specs.make_spec(**sizes, shared=width)
+        for device in ("NVIDIA H200", "unknown"):
+            config = configs.choose(spec, "gpu", device)
+            assert config.up_columns == columns
+            assert width % config.down_depth == 0
+    with pytest.raises(ValueError, match="up_columns is 128; a divisor of 64"):
+        configs.choose(spec, "gpu", device, dataclasses.replace(config, up_columns=128))
+    with pytest.raises(ValueError, match="shared is -1; 0 or more"):
+        specs.make_spec(**sizes, shared=-1)
+    reason = triton.supports(specs.make_spec(**sizes, shared=8), "gpu")
+    assert reason == "needs shared to be a multiple of 16, not 8"
 
 
 # --- blocks -------------------------------------------------------------------------
@@ -246,6 +272,39 @@ def test_a_search_that_begins_no_second_block_is_seen(monkeypatch):
         assert_each_pair_once(cases[0], spec, 8)
 
 
+UNEVEN = base.make_spec(tokens=61, per_token=2, experts=5, shared=32)
+
+
+def uneven_blocks(least):
+    """Return experts whose last blocks have 1, 2, 3, 5 and 8 of 8 rows, and the cut."""
+    random = np.random.default_rng(4)
+    experts = np.repeat(np.arange(5), (9, 18, 27, 37, 24))
+    nobody = np.full(UNEVEN.pairs - len(experts), UNEVEN.experts)
+    experts = random.permutation(np.concatenate([experts, nobody])).reshape(61, 2)
+    cuts = dict(rows=8, searched=0, least_rows=least)
+    return experts.astype(np.int32), cut(UNEVEN, **cuts)
+
+
+@on_gpus
+@pytest.mark.parametrize("least", [1, 2, 4, 8])
+def test_a_block_of_few_rows_takes_a_smaller_tile(least):
+    experts, config = uneven_blocks(least)
+    assert config.tiles == (8, 4, 2, 1)[: 4 - int(np.log2(least))]
+    arrays = inputs(UNEVEN)
+    found = run(**arrays, experts=jnp.asarray(experts), impl="triton", config=config)
+    assert base.relative(found, looped(**arrays, experts=experts)) < 1e-6
+
+
+@on_gpus
+def test_a_tile_that_is_too_small_is_seen(monkeypatch):
+    experts, config = uneven_blocks(4)
+    monkeypatch.setattr(configs.Config, "tiles", (4,))
+    arrays, options = inputs(UNEVEN), dict(impl="triton", config=config)
+    again = jax.jit(lambda **arrays: op.swiglu_experts(**arrays, **options))
+    found = again(**arrays, experts=jnp.asarray(experts))
+    assert not base.relative(found, looped(**arrays, experts=experts)) < 1e-2
+
+
 def test_few_pairs_are_searched_and_many_are_listed():
     for tokens, rows, arrays in ((4, 16, 1), (40, 16, 1), (40, 64, 2), (160, 16, 2)):
         spec = specs.make_spec(
@@ -259,3 +318,5 @@ def test_few_pairs_are_searched_and_many_are_listed():
 def test_the_limit_of_the_search_is_checked():
     with pytest.raises(ValueError, match="searched is -1; 0 or more"):
         configs.choose(SHARED, "gpu", "unknown", cut(SHARED, searched=-1))
+    with pytest.raises(ValueError, match="least_rows is 32; 1 to 16 is allowed"):
+        configs.choose(SHARED, "gpu", "unknown", cut(SHARED, rows=16, least_rows=32))
