@@ -5,6 +5,7 @@ block and tile of columns. No sorted copy of x is made; an expert's matrices are
 once a block. The shared expert has blocks as the others, and its own matrices.
 """
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -13,12 +14,15 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device, dots, gpu, refusals
-from pallas_kernels.grouped_matmul import blocks, routes
+from pallas_kernels.grouped_matmul import blocks, reference, routes
 from pallas_kernels.grouped_matmul import config as configs
 from pallas_kernels.grouped_matmul import spec as specs
 
 # Sizes are cut in tiles of this many at least, the depth of a tensor core's product.
 LEAST_TILE = 16
+# Of more tokens XLA computes a shared expert that is narrower than the others, whose
+# tiles do not fit it. A launch or two more are little beside so many rows.
+MOST_TOGETHER = 1280
 
 
 def supports(spec: specs.Spec, platform: str, *, interpret: bool = False) -> str | None:
@@ -45,6 +49,11 @@ def swiglu_experts(
     config: configs.Config | None = None,
 ) -> Float[Array, "T H"]:
     """Run every row through its experts; interpreted where the target is a CPU."""
+    if 0 < spec.shared < spec.inner and spec.tokens > MOST_TOGETHER:
+        alone = reference.swiglu(x, *shared) * weights[:, -1:].astype(x.dtype)
+        without = dataclasses.replace(spec, shared=0)
+        arrays = (x, gate_up, down, experts, weights[:, :-1])
+        return swiglu_experts(*arrays, spec=without, config=config) + alone
     arrays = (x, gate_up, down, experts, weights, shared)
     by_token = swiglu_parts(*arrays, spec=spec, config=config)
     known = experts < spec.experts  # of the others nothing is written
