@@ -22,6 +22,8 @@ ARGS ?= --tree 3,3,3 --prompt "$(PROMPT)"
 PIP = $(@D)/bin/python -m pip install -qq
 NOTEBOOKS = $(or $(wildcard colab/*.ipynb),$(error colab/ holds no notebook))
 
+# The tests of a file share compiled programs: one worker takes them all.
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # One thread per worker: two workers on two cores are faster than shared pools.
 TEST_ENV = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} OMP_NUM_THREADS=1 \
 	XLA_FLAGS="$${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false"
@@ -43,7 +45,7 @@ decode: $(VENV)/core.done
 	$(BIN)/python scripts/decode.py $(ARGS)
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest $(SPREAD) $(PYTEST_ARGS)
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check
