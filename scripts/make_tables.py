@@ -26,6 +26,7 @@ TABLES = {
     kernels.peers: RESULTS,
     steps.compiled_peaks: RESULTS,
     steps.compiled_by_batch: RESULTS,
+    steps.compiled_largest: RESULTS,
     steps.steps: RESULTS,
     steps.whole_steps: RESULTS,
     steps.against_the_chain: RESULTS,

@@ -88,6 +88,25 @@ def test_two_devices_in_the_readme():
 SCHEMES = ("reconstruct", "store-all")
 
 
+def test_rows_on_eight_devices_in_the_readme():
+    rows = files.read("compiled/qwen3.5-397b-a17b_H200x8_largest")["rows"]
+    found = {(row["tree"], row["commit"]): row["batch"] for row in rows}
+    most = [[found[tree, name] for name in SCHEMES] for tree in ("1,1,1", "3,3,3")]
+    (ours, stored), (tree_ours, tree_stored) = most
+    words = " ".join(README.split())
+    assert f"room for {ours} rows of chains, {stored} with store-all" in words
+    assert f"for {tree_ours} and {tree_stored} of trees of 40 nodes" in words
+    page = " ".join((ROOT / "scripts/results/README.md").read_text("utf-8").split())
+    told = f"That is {ours / stored:.1f} times what store-all holds for a chain, and "
+    assert told + f"{tree_ours / tree_stored:.1f} times with trees" in page
+    limits = [
+        row["limit_bytes"]
+        for row in files.read("nvidia-h200/step")["rows"]
+        if row["kind"] == "largest"
+    ]
+    assert all(0.98 * min(limits) < row["peak"] <= min(limits) for row in rows)
+
+
 def test_gains_of_deferred_commit_on_the_page():
     page = (ROOT / "scripts/results/README.md").read_text("utf-8")
     ms = {

@@ -229,6 +229,21 @@ def compiled_by_batch() -> str:
     return files.markdown(["B", "GiB a device", *(f"`{tree}`" for tree in trees)], rows)
 
 
+def compiled_largest() -> str:
+    """Rows that eight H200s hold by XLA's count, by tree and lifecycle."""
+    found = files.read("compiled/qwen3.5-397b-a17b_H200x8_largest")["rows"]
+    rows = [
+        [
+            f"`{row['tree']}`",
+            row["commit"],
+            str(row["batch"]),
+            f"{row['peak'] / 2**30:.1f}",
+        ]
+        for row in found
+    ]
+    return files.markdown(["tree", "commit", "B", "GiB a device"], rows)
+
+
 def steps() -> str:
     """Milliseconds of a decode step by part."""
     found = files.read("nvidia-h200/decode")["steps"]
