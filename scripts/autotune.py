@@ -31,8 +31,8 @@ from rich import markup
 from rich import table as rich_table
 
 from pallas_kernels import tuning
-from scripts import bench_kernels, reporting
-from scripts.benching import command, contenders, tables, timing
+from scripts import bench_kernels, command, reporting
+from scripts.benching import contenders, tables, timing
 from scripts.workloads import all as workloads
 from scripts.workloads import base
 

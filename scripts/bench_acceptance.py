@@ -45,7 +45,7 @@ from typing import Any
 
 import models
 from models import checkpoints
-from scripts import reporting
+from scripts import command, reporting
 from scripts.accepting import (
     accept_report,
     claims,
@@ -56,7 +56,6 @@ from scripts.accepting import (
     wanted,
 )
 from scripts.accepting import cells as cells_lib
-from scripts.benching import command
 from scripts.decoding import compare, prompt, topology
 from treewy_jax import generate as generation_lib
 from treewy_jax import prompts as prompts_lib

@@ -48,9 +48,8 @@ from typing import Any
 
 import jax
 
-from scripts import reporting
+from scripts import command, reporting
 from scripts.benching import (
-    command,
     lifecycle_report,
     lifecycle_runs,
     lifecycles,

@@ -44,8 +44,8 @@ from collections.abc import Sequence
 
 import jax
 
-from scripts import reporting
-from scripts.benching import command, rates, step_program, step_report
+from scripts import command, reporting
+from scripts.benching import rates, step_program, step_report
 
 ROUNDS = 3
 MODELS = ("tiny", "qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-27b", "qwen3.5-35b-a3b")

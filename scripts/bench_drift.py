@@ -45,8 +45,7 @@ from typing import Literal
 
 import numpy as np
 
-from scripts import reporting
-from scripts.benching import command
+from scripts import command, reporting
 from scripts.drifting import figures, replay, streams
 from treewy_jax import commit
 from treewy_jax import tree as tree_lib

@@ -34,8 +34,8 @@ from typing import Any
 import jax
 import rich.progress
 
-from scripts import reporting
-from scripts.benching import command, contenders, rates, resume, tables
+from scripts import command, reporting
+from scripts.benching import contenders, rates, resume, tables
 from scripts.workloads import all as workloads
 from scripts.workloads import base
 

@@ -26,8 +26,7 @@ from rich import progress as rich_progress
 from rich import table as rich_table
 
 import models
-from scripts import bench_acceptance, reporting
-from scripts.benching import command
+from scripts import bench_acceptance, command, reporting
 from treewy_jax import commit as commit_lib
 from treewy_jax import generate as generation_lib
 

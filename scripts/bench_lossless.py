@@ -46,8 +46,8 @@ from typing import Any
 import jax
 from rich import table as rich_table
 
-from scripts import reporting
-from scripts.benching import code, command
+from scripts import command, reporting
+from scripts.benching import code
 from scripts.sampling_checks import cases, drafts, exact, lossless_rows, measure
 from treewy_jax import accept
 

@@ -47,8 +47,8 @@ import jax
 from rich import markup
 from rich import table as rich_table
 
-from scripts import reporting
-from scripts.benching import command, contenders, layer, peers, tables, timing
+from scripts import command, reporting
+from scripts.benching import contenders, layer, peers, tables, timing
 from scripts.compiling import targets
 from treewy_jax import tree as tree_lib
 

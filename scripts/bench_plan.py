@@ -41,9 +41,9 @@ from typing import Annotated, Any
 import tyro
 
 import models
-from scripts import bench_acceptance, reporting
+from scripts import bench_acceptance, command, reporting
 from scripts.accepting import prompts, rates
-from scripts.benching import code, command
+from scripts.benching import code
 from scripts.decoding import topology
 from scripts.planning import checks, checks_report, runs
 from treewy_jax import planning

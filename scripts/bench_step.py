@@ -72,9 +72,8 @@ import jax
 from rich import table as rich_table
 
 from models.qwen3_5 import published
-from scripts import reporting
+from scripts import command, reporting
 from scripts.benching import (
-    command,
     rates,
     step_fit,
     step_inject,

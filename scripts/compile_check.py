@@ -34,8 +34,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from scripts import reporting
-from scripts.benching import command
+from scripts import command, reporting
 from scripts.compiling import kernels, model_options, report, targets
 from scripts.workloads import all as workloads
 from scripts.workloads import base

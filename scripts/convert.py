@@ -30,7 +30,7 @@ from rich import progress as rich_progress
 from models.conversion import convert as convert_lib
 from models.conversion import manifest as manifest_lib
 from models.conversion import plan as plan_lib
-from scripts.benching import command
+from scripts import command
 
 PROG = "convert.py"
 TITLES = {manifest_lib.HUGGINGFACE: "Hugging Face", manifest_lib.ORBAX: "orbax"}

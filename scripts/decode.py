@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import jax
 from rich import console as rich_console
 
+from scripts import command
 from scripts.decoding import (
     compare,
     options,
@@ -40,9 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outputs.check(chosen)
         asked = request.prepare(chosen)
     except (ValueError, NotImplementedError, OSError) as error:
-        message = " ".join(str(error).split())
-        print(f"decode.py: error: {message}", file=sys.stderr)
-        return 2
+        return command.refuse(options.PROG, error)
     found = decode(asked, chosen)
     if jax.process_index() > 0:
         return 0

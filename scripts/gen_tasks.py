@@ -5,19 +5,21 @@
     python scripts/gen_tasks.py --out prompts.jsonl --prompts 80 --seed 90001
 
 A seed names a text. Held-out entities are never the subject of a training sample, and
-the prompts are about them where they can be.
+the prompts are about them where they can be. Exit status: 0, or 2 for wrong input, with
+one line on stderr and nothing written.
 """
 
 import dataclasses
 import json
 import pathlib
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 
-import tyro
-
+from scripts import command, reporting
 from scripts.tasks import arithmetic, conversation, questions
 
+PROG = "gen_tasks.py"
 CATEGORIES = {
     "conversation": conversation.conversation,
     "translation": questions.translation,
@@ -34,6 +36,7 @@ class Options:
     """What to write: training text, or prompts when `prompts` is given."""
 
     out: pathlib.Path
+    """The file."""
     samples: int = 1000
     """Training samples to draw; those that meet `exclude` are left out."""
     prompts: int = 0
@@ -84,20 +87,51 @@ def prompts(count: int, seed: int) -> Iterator[dict]:
 
 
 def first_turns(path: pathlib.Path) -> set[str]:
+    """Return the first turn of each prompt of a file that `--prompts` wrote."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return {json.loads(line)["turns"][0] for line in lines}
+    try:
+        return {json.loads(line)["turns"][0] for line in lines}
+    except (ValueError, LookupError, TypeError):
+        message = f'exclude {path}: JSON lines with "turns" are allowed'
+        raise ValueError(message) from None
 
 
-def main(options: Options) -> None:
+def check(options: Options) -> None:
+    """Raise ValueError for what cannot be written; nothing is."""
+    command.check_files(options.out)
+    for name, least in (("samples", 1), ("prompts", 0)):
+        if getattr(options, name) < least:
+            raise ValueError(
+                f"{name} is {getattr(options, name)}; {least} or more is allowed"
+            )
+
+
+def write(options: Options) -> None:
+    """Write the file, whole or not at all."""
     if options.prompts:
         rows = prompts(options.prompts, options.seed)
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     else:
         exclude = first_turns(options.exclude) if options.exclude else set()
         lines = training_text(options.samples, options.seed, exclude)
-    with options.out.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
+
+    def save(path: pathlib.Path) -> None:
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+
+    reporting.replace(options.out, save)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    try:
+        options = command.parse(Options, PROG, arguments)
+        check(options)
+        write(options)
+    except (ValueError, OSError) as error:
+        return command.refuse(PROG, error)
+    return 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    sys.exit(main())

@@ -3,7 +3,8 @@
     python scripts/pack_tokens.py --out pack --mix books.txt=100e6 tasks_syn.txt=20e6
 
 A source is a text file with `<|endoftext|>` lines between its documents and the number
-of bytes to take from it. The pack folder, as scripts/train.py reads it:
+of bytes to take from it. Exit status: 0, or 2 for wrong input, with one line on stderr.
+The pack folder, as scripts/train.py reads it:
 
     train.u16, val.u16   little-endian uint16; documents shuffled inside each source,
                          every one followed by <|endoftext|>
@@ -17,12 +18,15 @@ import hashlib
 import json
 import pathlib
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tokenizers
-import tyro
 
+from scripts import command, reporting
+
+PROG = "pack_tokens.py"
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER = pathlib.Path(__file__).parent / "data" / "tokenizer.json"
 
@@ -34,8 +38,11 @@ class Options:
     mix: tuple[str, ...]
     """FILE=BYTES, in the order of the pack."""
     out: pathlib.Path
+    """The folder."""
     tokenizer: pathlib.Path = TOKENIZER
+    """A tokenizer.json of at most 65,536 tokens."""
     seed: int = 0
+    """Of the order of the documents."""
     piece: int = 12000
     """Longer documents are cut at paragraph borders to about this many characters."""
     validation: float = 0.004
@@ -100,6 +107,8 @@ def add_source(pack: Pack, source: str, options: Options, tokenizer, rng) -> Non
     """Shuffles, splits, encodes and appends one FILE=BYTES."""
     path, size = parse_source(source)
     documents = read_documents(path, options.piece)
+    if len(documents) < 2:
+        raise ValueError(f"mix: {path} has {len(documents)} documents; 2 are needed")
     rng.shuffle(documents)
     held = max(1, int(len(documents) * options.validation))
     taken = take(documents[held:], size)
@@ -125,15 +134,35 @@ def parse_source(source: str) -> tuple[pathlib.Path, float]:
         parsed = pathlib.Path(path), float(size)
     except ValueError:
         parsed = None
-    if not path or parsed is None or not parsed[0].is_file():
+    if not path or parsed is None or not parsed[0].is_file() or not parsed[1] > 0:
         raise ValueError(f"mix: {source!r} is not FILE=BYTES with an existing file")
     return parsed
 
 
+def check(options: Options) -> tokenizers.Tokenizer:
+    """Return the tokenizer; raises ValueError for what cannot be packed."""
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"out {options.out} is a file; a folder is allowed")
+    if not 0 < options.validation < 1:
+        raise ValueError(f"validation is {options.validation}; between 0 and 1 allowed")
+    if options.piece < 1:
+        raise ValueError(f"piece is {options.piece}; 1 or more is allowed")
+    if not options.tokenizer.is_file():
+        raise ValueError(f"tokenizer {options.tokenizer}: no such file")
+    tokenizer = tokenizers.Tokenizer.from_file(str(options.tokenizer))
+    if tokenizer.get_vocab_size() > 2**16:
+        raise ValueError(f"tokenizer: {options.tokenizer} has more than 65536 tokens")
+    for source in options.mix:
+        parse_source(source)
+    return tokenizer
+
+
 def write(pack: Pack, options: Options, tokenizer: tokenizers.Tokenizer) -> None:
+    """Write the folder; meta.json, without which it is no pack, comes last."""
     options.out.mkdir(parents=True, exist_ok=True)
     for name, arrays in {"train": pack.train, "val": pack.val}.items():
-        np.concatenate(arrays).astype("<u2").tofile(options.out / f"{name}.u16")
+        tokens = np.concatenate(arrays).astype("<u2")
+        reporting.replace(options.out / f"{name}.u16", tokens.tofile)
     meta = {
         "tokenizer": options.tokenizer.name,
         "tokenizer_sha256": hashlib.sha256(options.tokenizer.read_bytes()).hexdigest(),
@@ -143,15 +172,13 @@ def write(pack: Pack, options: Options, tokenizer: tokenizers.Tokenizer) -> None
         "val_tokens": length(pack.val),
         "sources": pack.sources,
     }
-    (options.out / "meta.json").write_text(json.dumps(meta, indent=1))
+    text = json.dumps(meta, indent=1)
+    reporting.replace(options.out / "meta.json", lambda path: path.write_text(text))
 
 
-def main(options: Options) -> None:
-    tokenizer = tokenizers.Tokenizer.from_file(str(options.tokenizer))
-    if tokenizer.get_vocab_size() > 2**16:
-        raise ValueError(f"tokenizer: {options.tokenizer} has more than 65536 tokens")
-    for source in options.mix:
-        parse_source(source)  # all of them, before the long work
+def make(options: Options) -> None:
+    """Pack the sources, and say what was taken of each."""
+    tokenizer = check(options)
     rng, pack = random.Random(options.seed), Pack()
     for source in options.mix:
         add_source(pack, source, options, tokenizer, rng)
@@ -161,5 +188,14 @@ def main(options: Options) -> None:
     print("train", length(pack.train), "val", length(pack.val))
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    try:
+        make(command.parse(Options, PROG, arguments))
+    except (ValueError, OSError) as error:
+        return command.refuse(PROG, error)
+    return 0
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    sys.exit(main())

@@ -24,9 +24,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from scripts import reporting
+from scripts import command, reporting
 from scripts.accepting import rates
-from scripts.benching import command
 from scripts.decoding import topology
 from scripts.planning import report, step_times
 from treewy_jax import planning

@@ -21,7 +21,8 @@ if __name__ == "__main__":  # before JAX is there; it would allocate a pool
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
-from scripts.benching import chains, command, contenders, tables
+from scripts import command
+from scripts.benching import chains, contenders, tables
 from scripts.workloads import all as workloads
 
 

@@ -13,15 +13,16 @@ import json
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 from models import checkpoints as models_checkpoints
 from models.qwen3_5 import config as config_lib
 from models.qwen3_5 import weights
+from scripts import command
 from scripts.training import (
     checkpoint,
     evaluate,
@@ -33,6 +34,7 @@ from scripts.training import (
 )
 from scripts.training import data as data_lib
 
+PROG = "train.py"
 # 14.8 M parameters; real head sizes, so that the kernels of the large models apply.
 TINY = config_lib.Qwen3_5Config(
     vocab_size=8192,
@@ -114,9 +116,15 @@ class Options:
 
     def check(self) -> None:
         """Raise a ValueError that names the first option out of its range."""
-        for name in ("tokens", "batch", "length", "log_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
+        counts = ("tokens", "steps", "batch", "length", "log_every", "evaluate_every")
+        for name in (*counts, "save_every", "validation_windows"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name} {count}: expected at least 1")
+        for name in ("config", "tokenizer"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise ValueError(f"{name} {str(path)!r}: no such file")
         if self.length < 8:
             raise ValueError(f"length {self.length}: expected at least 8")
         if not 0 <= self.tail <= 1:
@@ -232,8 +240,6 @@ def _model(options: Options, pack: data_lib.Pack):
         return loaded.config, {k: jnp.asarray(v) for k, v in params.items()}
     config = TINY
     if options.config:
-        if not options.config.is_file():
-            raise ValueError(f"config {str(options.config)!r}: no such file")
         raw = json.loads(options.config.read_text())
         config = config_lib.Qwen3_5Config.from_hf(raw)
     _check_config(config, pack)
@@ -291,14 +297,13 @@ def _show(results: dict[str, dict], done: int, finished: bool) -> None:
         print(source, *(f"{name}={value:.3f}" for name, value in values.items()))
 
 
-def main() -> int:
-    """Run from the command line; wrong options give one line and exit status 2."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; wrong options give one line and exit status 2."""
     started = time.monotonic()
     try:
-        run(tyro.cli(Options), started)
+        run(command.parse(Options, PROG, arguments), started)
     except (ValueError, NotImplementedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return command.refuse(PROG, error)
     return 0
 
 

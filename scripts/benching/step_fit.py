@@ -14,7 +14,8 @@ import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from scripts.benching import command, step_floor, step_mesh, step_run, step_store
+from scripts import command
+from scripts.benching import step_floor, step_mesh, step_run, step_store
 from treewy_jax import memory
 
 STEPS = 2

@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import os
+import pathlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -112,6 +113,11 @@ def config_of(point: step_store.Point) -> Any:
         )
     if point.router != "uniform":
         raise ValueError(f"router is {point.router}; {point.model} has its own weights")
+    if point.model != "tiny" and not pathlib.Path(point.model).is_dir():
+        known = ", ".join(["tiny", *published.CONFIGS])
+        raise ValueError(
+            f"model {point.model!r}: unknown, expected a folder or one of {known}"
+        )
     return checkpoints.read_config(checkpoints.resolve(point.model))
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from rich import markup
 from rich import table as rich_table
 
-from scripts import reporting
-from scripts.benching import command
+from scripts import command, reporting
 from scripts.compiling import hosts, model_options, model_step, targets
 
 GIB = 2**30

@@ -1,26 +1,16 @@
 """The options of decode.py: one dataclass, whose docstrings are the help."""
 
-import contextlib
 import dataclasses
-import io
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Literal
 
-import rich.text
-import tyro
+from scripts import command
 
+PROG = "decode.py"
 DEFAULT_PROMPT = (
     "Tell me a story about a rabbit who has a lantern and lives near the river."
 )
-
-# Messages of the parser, and what is said in their place.
-PLAINER = {
-    r"invalid literal for int\(\) with base 10: (.*)": r"\1 is no integer",
-    r"could not convert string to float: (.*)": r"\1 is no number",
-    r"(Unrecognized options: .*)": r"\1; allowed are those that --help lists",
-}
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -115,19 +105,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         ValueError: an unknown option, a value of the wrong type, or options that
             exclude each other; one line.
     """
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            options = tyro.cli(
-                Options,
-                args=arguments,
-                prog="decode.py",
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
-            )
-    except SystemExit as stop:
-        if stop.code == 0:
-            raise
-        raise ValueError(_one_line(printed.getvalue())) from None
+    options = command.parse(Options, PROG, arguments)
     _check(options)
     return options
 
@@ -183,14 +161,3 @@ def _check_drafter(options: Options) -> None:
         )
     if options.draft_model is None and name == "external":
         raise ValueError("--drafter external: needs --draft-model, tiny or a folder")
-
-
-def _one_line(box: str) -> str:
-    """Return the message of tyro's framed error, without its title and its advice."""
-    lines = rich.text.Text.from_ansi(box).plain.splitlines()
-    inner = [line.strip("│| \t") for line in lines if not line.startswith(("╭", "╰"))]
-    rule = next((i for i, line in enumerate(inner) if line.startswith("──")), None)
-    message = " ".join(filter(None, inner[:rule])).removeprefix("Error parsing ")
-    for pattern, plainer in PLAINER.items():
-        message = re.sub(pattern, plainer, message)
-    return message

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scripts import bench_peers
-from scripts.benching import chains, command, contenders, layer, peers
+from scripts import bench_peers, command
+from scripts.benching import chains, contenders, layer, peers
 from scripts.workloads import base
 
 CHAIN = layer.Work("verify", 2, (-1, 0, 1), key_heads=1, value_heads=2, dim=16)

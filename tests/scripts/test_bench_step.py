@@ -383,7 +383,10 @@ def test_shapes_are_those_of_the_state():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "qwen4"], "model 'qwen4': unknown"),
+        (
+            ["--model", "qwen4"],
+            "model 'qwen4': unknown, expected a folder or one of tiny",
+        ),
         (["--model", "tiny", "--random-weights"], "model 'tiny': expected one of"),
         (["--layers", "3"], "layers is 3; small allows multiples of 2 up to 2"),
         (["--batch", "0"], "batch is 0; 1 or more"),

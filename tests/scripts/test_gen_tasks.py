@@ -16,9 +16,9 @@ PROMPTS_SHA256 = "1c4ac6a6c786a63cab8c557bac1fbe88db542bb50558168918a4cdc28a565f
 
 def test_seed_names_a_text(tmp_path):
     text = tmp_path / "text"
-    gen_tasks.main(gen_tasks.Options(out=text, samples=300, seed=3))
+    assert gen_tasks.main(["--out", str(text), "--samples", "300", "--seed", "3"]) == 0
     assert hashlib.sha256(text.read_bytes()).hexdigest() == TEXT_SHA256
-    gen_tasks.main(gen_tasks.Options(out=text, prompts=20, seed=5))
+    assert gen_tasks.main(["--out", str(text), "--prompts", "20", "--seed", "5"]) == 0
     assert hashlib.sha256(text.read_bytes()).hexdigest() == PROMPTS_SHA256
 
 
@@ -51,3 +51,22 @@ def test_excluded_questions_do_not_occur(tmp_path):
     prompts.write_text(json.dumps({"turns": [question]}) + "\n")
     exclude = gen_tasks.first_turns(prompts)
     assert list(gen_tasks.training_text(1, seed=7, exclude=exclude)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--samples", "0"], "samples is 0; 1 or more is allowed"),
+        (["--samples", "many"], "'many' is no integer"),
+        (["--prompts", "-1"], "prompts is -1; 0 or more is allowed"),
+        (["--exclude", "nowhere"], "nowhere"),
+        (["--exclude", __file__], 'JSON lines with "turns" are allowed'),
+        (["--many"], "Unrecognized options: --many"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments, message, tmp_path, capsys):
+    out = tmp_path / "text"
+    assert gen_tasks.main(["--out", str(out), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+    assert list(tmp_path.iterdir()) == []

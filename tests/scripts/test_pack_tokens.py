@@ -17,9 +17,10 @@ def pack(tmp_path):
         text = "".join(f"{text}\n<|endoftext|>\n" for text in documents)
         (tmp_path / f"{name}.txt").write_text(text)
     mix = (f"{tmp_path / 'a.txt'}=1e6", f"{tmp_path / 'b.txt'}=200")
-    options = pack_tokens.Options(mix=mix, out=tmp_path / "pack", validation=0.1)
-    pack_tokens.main(options)
-    return options.out
+    out = tmp_path / "pack"
+    options = ["--mix", *mix, "--out", str(out), "--validation", "0.1"]
+    assert pack_tokens.main(options) == 0
+    return out
 
 
 def documents(folder, part, source):
@@ -66,9 +67,32 @@ def test_long_documents_are_cut_without_loss():
     assert len(cut) > 1 and all(len(piece) <= 150 for piece in cut)
 
 
-@pytest.mark.parametrize("source", ["a.txt", "=5", "missing.txt=5", "a.txt=many"])
+@pytest.mark.parametrize(
+    "source", ["a.txt", "=5", "missing.txt=5", "a.txt=many", "a.txt=0"]
+)
 def test_wrong_sources_are_named(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match="mix: "):
         pack_tokens.parse_source(source)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a.txt has 1 documents; 2 are needed"),
+        (["--mix", "a.txt"], "mix: 'a.txt' is not FILE=BYTES"),
+        (["--validation", "1"], "validation is 1.0"),
+        (["--piece", "0"], "piece is 0; 1 or more is allowed"),
+        (["--tokenizer", "missing.json"], "tokenizer missing.json: no such file"),
+        (["--out", "a.txt"], "out a.txt is a file"),
+        (["--seed", "x"], "'x' is no integer"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    assert pack_tokens.main(["--mix", "a.txt=5", "--out", "pack", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -294,12 +294,17 @@ def test_task_windows_begin_at_documents_and_fill_the_tail():
         ({"length": 4096}, "no source holds a window"),
         ({"batch": 0}, "batch 0"),
         ({"tail": 1.5}, "tail 1.5"),
+        ({"evaluate_every": 0}, "evaluate_every 0"),
+        ({"steps": 0}, "steps 0"),
+        ({"tokenizer": "nowhere"}, "tokenizer 'nowhere': no such file"),
+        ({"batch": "many"}, "'many' is no integer"),
+        ({"nothing": True}, "Unrecognized options: --nothing"),
         ({"resume": True}, "no checkpoint"),
         ({}, "data has 64 token ids"),
     ],
 )
 def test_wrong_options_are_one_line_and_status_two(
-    change, message, pack_folder, tmp_path, monkeypatch, capsys
+    change, message, pack_folder, tmp_path, capsys
 ):
     if change:
         config = tmp_path / "config.json"
@@ -309,7 +314,6 @@ def test_wrong_options_are_one_line_and_status_two(
     words = []
     for name, value in options.items():
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    monkeypatch.setattr("sys.argv", ["train.py", *words])
-    assert train.main() == 2
+    assert train.main(words) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,12 @@ from rich import progress as rich_progress
 # Of tables where no terminal sets the width: nothing is cut short in a log.
 LOG_WIDTH = 160
 BEGIN = time.perf_counter()
+# Messages of the parser, and what is said in their place.
+PLAINER = {
+    r"invalid literal for int\(\) with base 10: (.*)": r"\1 is no integer",
+    r"could not convert string to float: (.*)": r"\1 is no number",
+    r"(Unrecognized options: .*)": r"\1; allowed are those that --help lists",
+}
 
 
 def parse[T](options: type[T], prog: str, arguments: Sequence[str] | None) -> T:
@@ -88,8 +95,20 @@ def progress() -> rich_progress.Progress:
 
 
 def _one_line(box: str) -> str:
-    """Return what a framed error of tyro says, without its title and its advice."""
+    """Return what a framed error of tyro says, without its title and its advice.
+
+    Where the terminal's encoding has no lines to draw, rules are hyphens, and one
+    stands below the title.
+    """
     lines = rich.text.Text.from_ansi(box).plain.splitlines()
-    inner = [line.strip("│| \t") for line in lines if line[:1] not in ("╭", "╰")]
-    rule = next((i for i, line in enumerate(inner) if line.startswith("──")), None)
-    return " ".join(filter(None, inner[:rule])).removeprefix("Error parsing ")
+    lines = [line.strip("│| \t") for line in lines if not line.startswith("╰")]
+    rules = [i for i, line in enumerate(lines) if line and set(line) <= set("─-")]
+    if lines and lines[0].startswith("╭"):
+        lines, rules = lines[1:], [i - 1 for i in rules]
+    elif rules[:1] == [1]:
+        lines, rules = lines[2:], [i - 2 for i in rules[1:]]
+    message = " ".join(filter(None, lines[: rules[0] if rules else None]))
+    message = message.removeprefix("Error parsing ")
+    for pattern, plainer in PLAINER.items():
+        message = re.sub(pattern, plainer, message)
+    return message
