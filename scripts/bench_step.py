@@ -202,6 +202,7 @@ def select(chosen: Options) -> list[step_store.Point]:
     ]
     for one in points:
         step_run.check(one)
+    step_run.check_room(points[0])
     return points
 
 

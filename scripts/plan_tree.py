@@ -31,6 +31,8 @@ from scripts.planning import report, step_times
 from treewy_jax import planning
 
 NAME = "plan_tree.py"
+# The plan has a tree of every size: time and memory grow with the square.
+MOST_NODES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,8 @@ def make(chosen: Options) -> dict[str, Any]:
     """
     measured = rates.read(chosen.results, chosen.drafter, chosen.temperature)
     sizes = numbers("nodes", chosen.nodes)
+    if max(sizes) > MOST_NODES:
+        raise ValueError(f"nodes is {max(sizes)}; at most {MOST_NODES} are allowed")
     depth = max(measured) if chosen.depth is None else chosen.depth
     if depth not in measured:
         raise ValueError(

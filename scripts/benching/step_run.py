@@ -18,6 +18,7 @@ import jax
 import models
 from models import checkpoints
 from models.qwen3_5 import published, random_weights, target
+from scripts import room
 from scripts.benching import (
     step_floor,
     step_gate,
@@ -94,6 +95,13 @@ def check(point: step_store.Point) -> None:
         mesh_lib.check_batch(point.batch, step_mesh.make(point.mesh))
     checkpoints.memory_dtype(point.dtype)
     random_weights.expert_loads(config, point.router)
+
+
+def check_room(point: step_store.Point) -> None:
+    """Raise ValueError for a model that is made and has no room; nothing is."""
+    if is_published(point.model):
+        mesh = step_mesh.make(point.mesh)
+        room.check(point.model, config_of(point), point.dtype, mesh)
 
 
 def is_published(model: str) -> bool:

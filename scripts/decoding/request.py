@@ -5,9 +5,11 @@ import sys
 from typing import Any
 
 import models
+from models.qwen3_5 import random_weights
 from models.qwen3_5 import sharding as model_sharding
 from pallas_kernels.history_verify import spec as history_specs
 from pallas_kernels.tree_verify import spec as specs
+from scripts import room
 from scripts.decoding import drafting, prompt, topology
 from scripts.decoding import options as options_lib
 from treewy_jax import accept, drafters, history, sampling, sharding, verify
@@ -96,6 +98,7 @@ def prepare(options: options_lib.Options) -> Request:
 def _model(options, mesh) -> Any:
     if options.random_weights:
         name, layers = options.model, options.layers
+        room.check(name, random_weights.cut(name, layers), options.dtype, mesh)
         return models.random(name, dtype=options.dtype, layers=layers, mesh=mesh)
     show_bar = sys.stderr.isatty()
     name, dtype = options.model, options.dtype

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from models.qwen3_5 import published
-from scripts import bench_step
+from scripts import bench_step, room
 from scripts.benching import (
     step_fit,
     step_floor,
@@ -235,3 +235,15 @@ def test_keys_of_other_heads_do_not_pass_the_gate(monkeypatch):
 
     monkeypatch.setattr(step_gate, "_spread", turned)
     assert gate("fused", mesh="tensor=2,data=2") > 10
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_devices_of_a_cpu_share_the_room_for_a_model(platform, monkeypatch):
+    """Key heads and norms are on more than one device: eight hold more than one."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    one = room.weight_bytes(published.get("qwen3.5-35b-a3b"), "bfloat16", None)
+    eight = room.weight_bytes(
+        published.get("qwen3.5-35b-a3b"), "bfloat16", step_mesh.make("tensor=8")
+    )
+    eight *= 1 if platform == "cpu" else 8
+    assert one < eight < 1.1 * one

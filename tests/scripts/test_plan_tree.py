@@ -182,6 +182,7 @@ def test_step_times_of_the_benchmark_are_read(results, tmp_path):
     [
         (["--nodes", "8,x"], "'x' is no positive integer"),
         (["--nodes", "0"], "'0' is no positive integer"),
+        (["--nodes", "8,4097"], "nodes is 4097; at most 4096 are allowed"),
         (["--depth", "9"], "depth is 9; allowed are 1, 2, 3, 4"),
         (
             ["--drafter", "ngram"],

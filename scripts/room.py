@@ -1,0 +1,45 @@
+"""Is there room for a model with random weights? Asked before it is made.
+
+A system that runs out of memory ends a process without a word.
+"""
+
+import math
+import os
+from typing import Any
+
+import jax
+
+from models import checkpoints
+from models.qwen3_5 import random_weights, sharding
+
+
+def check(name: str, config: Any, dtype: str, mesh: jax.sharding.Mesh | None) -> None:
+    """Raise ValueError where the weights alone are more than the memory."""
+    needed, there = weight_bytes(config, dtype, mesh), memory_bytes()
+    if there is not None and needed > there:
+        needed, there = (f"{count / 2**30:.1f} GiB" for count in (needed, there))
+        raise ValueError(
+            f"model {name!r}: its weights in {dtype} take {needed}; {there} are there"
+        )
+
+
+def weight_bytes(config: Any, dtype: str, mesh: jax.sharding.Mesh | None) -> int:
+    """Return the bytes that one memory has to hold: the devices of a CPU share it."""
+    _, params = random_weights.graph(config, checkpoints.memory_dtype(dtype))
+    if mesh is None:
+        return sum(
+            math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params)
+        )
+    placed = jax.tree.leaves(sharding.abstract(params, config, mesh))
+    one = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in placed
+    )
+    return one * mesh.size if jax.default_backend() == "cpu" else one
+
+
+def memory_bytes() -> int | None:
+    """Return the bytes of a device, of a CPU those of its host; None if unknown."""
+    told = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if told is None and jax.default_backend() == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return told
