@@ -147,13 +147,23 @@ def check(options: Options) -> tokenizers.Tokenizer:
         raise ValueError(f"validation is {options.validation}; between 0 and 1 allowed")
     if options.piece < 1:
         raise ValueError(f"piece is {options.piece}; 1 or more is allowed")
-    if not options.tokenizer.is_file():
-        raise ValueError(f"tokenizer {options.tokenizer}: no such file")
-    tokenizer = tokenizers.Tokenizer.from_file(str(options.tokenizer))
-    if tokenizer.get_vocab_size() > 2**16:
-        raise ValueError(f"tokenizer: {options.tokenizer} has more than 65536 tokens")
     for source in options.mix:
         parse_source(source)
+    return read_tokenizer(options.tokenizer)
+
+
+def read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer; raises ValueError for one whose tokens cannot be packed."""
+    if not path.is_file():
+        raise ValueError(f"tokenizer {path}: no such file")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"tokenizer {path}: no tokenizer.json ({error})") from None
+    if tokenizer.get_vocab_size() > 2**16:
+        raise ValueError(f"tokenizer {path}: has more than 65536 tokens")
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise ValueError(f"tokenizer {path}: has no {END_OF_TEXT}")
     return tokenizer
 
 

@@ -3,7 +3,6 @@
 A system that runs out of memory ends a process without a word.
 """
 
-import math
 import os
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 
 from models import checkpoints
 from models.qwen3_5 import random_weights, sharding
+from scripts.benching import step_mesh
 
 
 def check(name: str, config: Any, dtype: str, mesh: jax.sharding.Mesh | None) -> None:
@@ -24,17 +24,16 @@ def check(name: str, config: Any, dtype: str, mesh: jax.sharding.Mesh | None) ->
 
 
 def weight_bytes(config: Any, dtype: str, mesh: jax.sharding.Mesh | None) -> int:
-    """Return the bytes that one memory has to hold: the devices of a CPU share it."""
+    """Return the bytes that one memory has to hold.
+
+    That is a device's, or a host's where its devices are made of a CPU.
+    """
     _, params = random_weights.graph(config, checkpoints.memory_dtype(dtype))
     if mesh is None:
-        return sum(
-            math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params)
-        )
-    placed = jax.tree.leaves(sharding.abstract(params, config, mesh))
-    one = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in placed
-    )
-    return one * mesh.size if jax.default_backend() == "cpu" else one
+        return step_mesh.nbytes(params)
+    one = step_mesh.nbytes(sharding.abstract(params, config, mesh))
+    shared = jax.default_backend() == "cpu"
+    return one * len(mesh.local_devices) if shared else one
 
 
 def memory_bytes() -> int | None:

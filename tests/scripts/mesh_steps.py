@@ -247,3 +247,11 @@ def test_devices_of_a_cpu_share_the_room_for_a_model(platform, monkeypatch):
     )
     eight *= 1 if platform == "cpu" else 8
     assert one < eight < 1.1 * one
+
+
+def test_devices_of_other_processes_have_memories_of_their_own(monkeypatch):
+    """Two of eight devices are this process's: a quarter lies in its memory."""
+    eight = step_mesh.make("tensor=2,data=4")
+    whole = room.weight_bytes(SMALL, "bfloat16", eight)
+    monkeypatch.setitem(vars(eight), "local_devices", eight.local_devices[:2])
+    assert room.weight_bytes(SMALL, "bfloat16", eight) == whole // 4

@@ -85,6 +85,7 @@ def test_wrong_sources_are_named(source, tmp_path, monkeypatch):
         (["--validation", "1"], "validation is 1.0"),
         (["--piece", "0"], "piece is 0; 1 or more is allowed"),
         (["--tokenizer", "missing.json"], "tokenizer missing.json: no such file"),
+        (["--tokenizer", "a.txt"], "tokenizer a.txt: no tokenizer.json"),
         (["--out", "a.txt"], "out a.txt is a file"),
         (["--seed", "x"], "'x' is no integer"),
     ],
@@ -96,3 +97,10 @@ def test_wrong_input_is_one_line(arguments, message, tmp_path, monkeypatch, caps
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(path))
+    with pytest.raises(ValueError, match=r"has no <\|endoftext\|>"):
+        pack_tokens.read_tokenizer(path)
